@@ -44,7 +44,9 @@ def check_operands(epilogue: Any, operands: Any) -> None:
         ValueError: there are operands and no function.
     """
     if epilogue is None and jax.tree.leaves(operands):
-        raise ValueError("epilogue_operands= has no effect without epilogue=; accepted: both")
+        raise ValueError(
+            "epilogue_operands= has no effect without epilogue=; accepted: both, or neither"
+        )
 
 
 def check_function(epilogue: Any) -> None:

@@ -9,7 +9,9 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from jax_tcgemm._compat import HOST_ARRAYS, is_sharded, jaxprs, no_mesh, resharded
+from jax_tcgemm._compat import HOST_ARRAYS, is_sharded, jaxprs, no_mesh, typed_as
+
+_LOOPS = frozenset({"scan", "while", "cond"})
 
 # Names of the parameters in which calls hold the jaxpr that they run.
 _CALLS = ("call_jaxpr", "fun_jaxpr", "jaxpr")
@@ -75,22 +77,27 @@ def apply(
         params = {key: _parameter_of_no_axes(value) for key, value in eqn.params.items()}
         eqn = eqn.replace(params=params)
     with jaxprs.in_context(eqn):
-        return bind_again(eqn, _like_sharded(eqn, values) if places else values)
+        if not places:
+            return bind_again(eqn, values)
+        if eqn.primitive.name in _LOOPS:  # their jaxprs were traced without a mesh
+            return _like_sharded(bind_again(eqn, values), values)
+        shape = eqn.outvars[0].aval.shape
+        is_elementwise = all(x.aval.shape == shape for x in eqn.outvars)
+        if is_elementwise and eqn.primitive.name != "dot_general":
+            peers = [x for x in values if jnp.shape(x) == shape]
+            values = _like_sharded(values, peers)
+        return bind_again(eqn, values)
 
 
-def _like_sharded(eqn: Any, values: Sequence[Any]) -> list[Any]:
-    """Gives operands of an elementwise operation the sharding of a sharded one.
+def _like_sharded(values: Sequence[Any], peers: Sequence[Any]) -> list[Any]:
+    """Gives unsharded values the sharding of a sharded one of their shape.
 
     JAX does so when a function is traced on a mesh with explicit axes. This one was traced without.
     """
-    shape = eqn.outvars[0].aval.shape
-    peers = [x for x in values if jnp.shape(x) == shape and is_sharded(x)]
-    is_elementwise = all(x.aval.shape == shape for x in eqn.outvars)
-    if not peers or not is_elementwise or eqn.primitive.name == "dot_general":
-        return list(values)
-    sharding = jax.typeof(peers[0]).sharding
+    sharded = {x.shape: x for x in reversed(peers) if is_sharded(x)}
     return [
-        resharded(x, sharding) if jnp.shape(x) == shape and not is_sharded(x) else x for x in values
+        typed_as(sharded[jnp.shape(x)], x) if jnp.shape(x) in sharded and not is_sharded(x) else x
+        for x in values
     ]
 
 

@@ -70,12 +70,13 @@ class EpilogueFunction:
             beside: the product, whose sharding masks have.
         """
         results = evaluate(self.jaxpr.jaxpr, self.jaxpr.consts, values, places=True)
-        if beside is None or not _compat.is_sharded(beside):
+        if beside is None:
             return results
-        sharding = jax.typeof(beside).sharding
-        is_mask = [_is_mask(x, beside.shape) and not _compat.is_sharded(x) for x in results]
-        pairs = zip(results, is_mask, strict=True)
-        return [_compat.resharded(x, sharding) if mask else x for x, mask in pairs]
+
+        def is_free_mask(x: Any) -> bool:
+            return _is_mask(x, beside.shape) and not _compat.is_sharded(x)
+
+        return [_compat.typed_as(beside, x) if is_free_mask(x) else x for x in results]
 
     @property
     def types(self) -> list[jax.ShapeDtypeStruct]:
