@@ -18,7 +18,7 @@ from jax_tcgemm.transforms.neighbours import with_views
 from jax_tcgemm.transforms.products import is_on_device
 from jax_tcgemm.transforms.regions import with_regions
 from jax_tcgemm.transforms.report import Decision
-from jax_tcgemm.transforms.scattered_rows import rows_as_sums
+from jax_tcgemm.transforms.scattered_rows import scatter_in_float32
 
 _PRODUCTS = frozenset({"dot_general", "ragged_dot_general"})
 # Jaxprs with these are rewritten.
@@ -239,10 +239,10 @@ class _Emission:
             self.inline(call, item, item)
         elif item.name in _LOOKED_INTO and self.rewriting.has_products(item.eqn):
             self.inner(item)
-        elif (sums := rows_as_sums(item)) is not None:
+        elif (scatter := scatter_in_float32(item)) is not None:
             added, kept = item.inputs[2], item.outputs[0]
-            log(f"fuse: {_type(added.aval)} added to rows of {_type(kept.aval)}: as sums")
-            self.inline(sums, item, item)
+            log(f"fuse: {_type(added.aval)} added to rows of {_type(kept.aval)}: in float32")
+            self.inline(scatter, item, item)
         else:
             self.keep(item)
             self.note_inside(item)
