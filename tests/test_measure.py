@@ -78,12 +78,10 @@ def timing(seconds):
 STEADY = [1.0] * 4
 
 
-def decided(first, second=None):
+def decided(first, second=None, lead=0.0):
     """Returns the decision by times of each competitor, in one block or in two."""
-    blocks = [first, second or first]
-    return decision.decided(
-        [{name: timing(seconds) for name, seconds in block.items()} for block in blocks]
-    )
+    timings = [{x: timing(y) for x, y in block.items()} for block in (first, second or first)]
+    return decision.decided(timings, lead)
 
 
 @pytest.mark.parametrize(
@@ -104,8 +102,9 @@ def test_what_is_taken_untuned_stays_unless_another_is_faster_by_more_than_noise
 
 def test_a_row_stays_unless_xla_is_faster_by_more_than_noise():
     times = {"untuned": STEADY, ROW: [0.9] * 4, OTHER: [0.91] * 4}
-    assert decided(times | {"xla": [0.895] * 4})[0] == ROW
-    assert decided(times | {"xla": [0.8] * 4})[0] == "xla"
+    cases = (0.895, 0), (0.8, 0), (0.92, 0.02), (0.92, 0.05)  # XLA's time, and its lead
+    found = [decided(times | {"xla": [time] * 4}, lead=lead)[0] for time, lead in cases]
+    assert found == [ROW, "xla", ROW, "xla"]
 
 
 def test_two_blocks_agree_or_nothing_changes():
@@ -255,6 +254,7 @@ def test_when_xla_is_asked(monkeypatch, best, expected):
         (8, 4.94, None, None, ["untuned", ROW], None),  # XLA could not compile it
         (8, 8.0, 4.5, 4.5, ["untuned", "xla", ROW], "xla"),
         (8, 8.0, 4.5, 7.0, ["untuned", "xla", ROW], ROW),  # XLA would take another kernel
+        (65, 8.0, 4.5, None, ["untuned", "cublas", ROW], "xla"),  # XLA's is no slower
         (569, 16.0, 18.0, 4.5, ["untuned", "xla", ROW], "xla"),  # so it would here
         (569, 13.0, 18.0, 4.5, ["untuned", "cublas", ROW], ROW),  # not far from the GPU's limit
         (570, 16.0, 18.0, 4.5, ["untuned", "cublas", ROW], ROW),  # more than 3.5 million results
@@ -306,17 +306,17 @@ def test_batches_of_few_rows_take_the_models_choice(
 
 
 @pytest.mark.parametrize(
-    ("rows", "columns", "expected"),
-    [(65, 512, ["measured"] * 2), (64, 512, [None] * 2), (16384, 2048, [None] * 2)],
+    ("rows", "k", "expected"),
+    [(65, 4096, True), (64, 512, False), (16384, 2048, True), (16384, 4096, False)],
 )
-def test_functions_of_medium_rows_are_measured(monkeypatch, rows, columns, expected):
+def test_functions_that_products_do_not_hide_are_measured(monkeypatch, rows, k, expected):
     def both(a, b):
         return gemm(a, b, epilogue=jnp.tanh), gated_gemm(a, b, b, epilogue=jnp.multiply)
 
     monkeypatch.setattr(measure_module, "measure", lambda *_, **__: "measured")
-    products = tune_module.find_products(both, bf16(rows, 512), bf16(512, columns))
-    functions = [product for product in products if product.spec.function]
-    assert [measure_module.measure_while_lowering(x, 5.0) for x in functions] == expected
+    products = tune_module.find_products(both, bf16(rows, k), bf16(k, 2048))
+    found = [measure_module.measure_while_lowering(x, 5.0) for x in products if x.spec.function]
+    assert found == ["measured" if expected else None] * 2
 
 
 def test_a_candidate_that_fails_is_left_out(monkeypatch):

@@ -24,7 +24,7 @@ def is_untuned(config: str) -> bool:
     return read_config(config)[1].bit_count() == 1
 
 
-def decided(blocks: Sequence[Mapping[str, Timing]]) -> tuple[str, bool]:
+def decided(blocks: Sequence[Mapping[str, Timing]], lead: float = 0.0) -> tuple[str, bool]:
     """Returns the choice, and whether the blocks agree about its times.
 
     A row replaces the untuned choice only if it is faster by more than noise in each half of the
@@ -33,12 +33,14 @@ def decided(blocks: Sequence[Mapping[str, Timing]]) -> tuple[str, bool]:
 
     Args:
         blocks: two or more blocks of samples of all competitors.
+        lead: the share of its time that XLA's composition is expected to save in a program.
     """
     halves = [_joined(blocks[start::2]) for start in range(2)]
     choice = UNTUNED
     rows, of_xla = _challengers(blocks)
     for name in (*rows, *of_xla):
-        if all(_is_faster(half[name], half[choice]) for half in halves):
+        saved = lead if name in of_xla else 0.0
+        if all(_is_faster(half[name], half[choice], saved) for half in halves):
             choice = name
     # Compares ratios of times, because the power limit slows all competitors down.
     ratios = [
@@ -48,14 +50,15 @@ def decided(blocks: Sequence[Mapping[str, Timing]]) -> tuple[str, bool]:
     return choice, all(max(each) <= (1 + _STABLE) * min(each) for each in ratios)
 
 
-def is_clear(blocks: Sequence[Mapping[str, Timing]]) -> bool:
+def is_clear(blocks: Sequence[Mapping[str, Timing]], lead: float = 0.0) -> bool:
     """Returns true if more samples would hardly change the choice or its gain."""
     times = _joined(blocks)
     choice = UNTUNED
     rows, of_xla = _challengers(blocks)
     for name in (*rows, *of_xla):
         noise = _noise(times[name], times[choice])
-        gain = 1 - times[name].median / times[choice].median
+        saved = lead if name in of_xla else 0.0
+        gain = 1 - (1 - saved) * times[name].median / times[choice].median
         if noise > _NOISE and abs(gain - _NOISE) < noise:
             return False
         if gain > _NOISE:
@@ -79,8 +82,9 @@ def _challengers(blocks: Sequence[Mapping[str, Timing]]) -> tuple[list[str], lis
     return sorted(rows, key=lambda name: times[name].median)[:1], of_xla
 
 
-def _is_faster(timing: Timing, than: Timing) -> bool:
-    return timing.median < (1 - max(_NOISE, _noise(timing, than))) * than.median
+def _is_faster(timing: Timing, than: Timing, saved: float) -> bool:
+    most = (1 - max(_NOISE, _noise(timing, than))) * than.median
+    return (1 - saved) * timing.median < most
 
 
 def _noise(one: Timing, other: Timing) -> float:

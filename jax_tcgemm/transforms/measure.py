@@ -42,6 +42,11 @@ _NEAR_ENOUGH = 0.75
 # and the GPU's limit is less than this share of the untuned choice's time. It was for 20 of 160
 # products with 65 to 1100 rows (lab/choice.md).
 _MEDIUM_RESULTS, _FAR = 3_500_000, 0.65
+# XLA also fuses what it computes itself with the operations around it. In training steps, it was as
+# fast as functions in kernels that alone took 4 % less time (lab/fusion.md).
+_LEAD_WITH_FUNCTION = 0.05
+# From this ``k`` on, the products of the next tile hide a function of a hundred instructions.
+_HIDING = 4096
 
 _NUMBERS = Numbers()
 
@@ -93,17 +98,19 @@ def measure(
         ):
             race.enter({name: name for name in race.rows()})
             race.narrow_down()
-    blocks = _blocks(race)
-    best, is_certain = decided(blocks)
-    # XLA's own choice in the program may be slower than cuBLAS, or faster.
+    lead = 0.0 if product.spec.function is None else _LEAD_WITH_FUNCTION
+    blocks = _blocks(race, lead)
+    best, is_certain = decided(blocks, lead)
+    # XLA's own choice in the program may be faster than cuBLAS, or, for few rows, slower.
     is_medium = not is_patient and _has_results(product, _MEDIUM_RESULTS)
-    if best == CUBLAS or (is_medium and race.is_far(_FAR)):
+    has_won = best == CUBLAS and _has_results(product)
+    if not has_won and (best == CUBLAS or (is_medium and race.is_far(_FAR))):
         race.leave(CUBLAS)
         race.enter({XLA: XLA})
-        blocks = _blocks(race)
-        best, is_certain = decided(blocks)
+        blocks = _blocks(race, lead)
+        best, is_certain = decided(blocks, lead)
     times = {name: min(block[name].median for block in blocks) for name in blocks[0]}
-    config = None if best == UNTUNED else best
+    config = {UNTUNED: None, CUBLAS: XLA}.get(best, best)
     of_xla = times.get(XLA, times.get(CUBLAS))
     entry = Entry.measured(config, times[best], times[UNTUNED], of_xla)
     us = ", ".join(f"{name} {1e6 * seconds:.1f} us" for name, seconds in times.items())
@@ -115,13 +122,16 @@ def measure(
 def _is_timed(product: Product) -> bool:
     """Checks if the kernel of a function is compared with XLA while a program is lowered.
 
-    It is if XLA was faster in some cases: for 65 rows and columns up to a few tiles an SM. NVRTC
-    compiles no other kernels only to time them.
+    It is if XLA was faster in some cases: for 65 rows and columns, with few tiles an SM or with a
+    short ``k``, which does not hide the function. NVRTC compiles no other kernels only to time
+    them.
     """
-    return _has_results(product, MOST_RESULTS) and not product.spec.scaled
+    is_short = json.loads(product.problem)["k"] < _HIDING
+    most = math.inf if is_short else MOST_RESULTS
+    return _has_results(product, most) and not product.spec.scaled
 
 
-def _has_results(product: Product, most: int) -> bool:
+def _has_results(product: Product, most: float = math.inf) -> bool:
     """Checks for one dense product of 65 or more rows and columns and ``most`` or less results."""
     problem = json.loads(product.problem)
     m, n = problem["m"], problem["n"]
@@ -129,10 +139,10 @@ def _has_results(product: Product, most: int) -> bool:
     return is_one and min(m, n) > FEW_ROWS and m * n <= most
 
 
-def _blocks(race: Race) -> list[dict[str, Timing]]:
+def _blocks(race: Race, lead: float) -> list[dict[str, Timing]]:
     """Returns two blocks of samples, or more if these leave the choice unclear."""
     blocks: list[dict[str, Timing]] = []
-    while len(blocks) < 2 or not (is_clear(blocks) or len(blocks) == _MOST_BLOCKS):
+    while len(blocks) < 2 or not (is_clear(blocks, lead) or len(blocks) == _MOST_BLOCKS):
         blocks += [race.timed(_FINAL_REPS, _BLOCK) for _ in range(2)]
     return blocks
 

@@ -174,7 +174,7 @@ def find(
 # The seconds that a process may spend on measuring, and how long a thread waits for another
 # thread's measurement.
 BUDGET_SETTING = "JAX_TCGEMM_TUNING_SECONDS"
-_BUDGET = 5.0
+_BUDGET = 15.0
 _PATIENCE = 2.0
 
 # Only one measurement runs at a time, including those of ``tune``. A process measures each problem
