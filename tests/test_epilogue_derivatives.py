@@ -241,6 +241,45 @@ def test_rows_of_a_batch_are_counted_apart():
 
 
 @pytest.mark.parametrize(
+    ("axes", "shape"),
+    [
+        ((0, 1, 2), (16, 48)),
+        ((0, 1, 2, 3), (16, 3)),
+        ((0, 3), (250, 3)),
+        ((3,), (250, 3)),
+        ((2,), (10, 2, 48)),
+        ((1, 2), (10, 2, 48)),
+        ((2, 3), (10, 2, 3)),
+    ],
+)
+@pytest.mark.parametrize("join", ["sum", "max"])
+def test_partial_results_of_a_batch_are_joined(axes, shape, join):
+    """Rows of 25 end within a block of 16: only reductions of every row join blocks across them."""
+    x = np.random.default_rng(axes).standard_normal((2, 5, 25, 48), np.float32)
+    reduced = getattr(jnp, join)
+    f = lambda acc: (jnp.sin(acc), reduced(acc, axes))  # noqa: E731
+    own = [jax.ShapeDtypeStruct(y, BF16) for y in ((2, 5, 25, 32), (32, 48))]
+    jaxpr = jax.make_jaxpr(lambda a, b: gemm(a, b, epilogue=f, preferred_element_type="f4"))(*own)
+    (eqn,) = (x for x in jaxpr.jaxpr.eqns if x.primitive is jit_epilogue_primitive.compiled_p)
+    spec = eqn.params["spec"]
+    made = translation.translate(spec.function)
+    plan = jit_epilogue.planned(own, spec, made)
+    (partial,) = plan.program.outputs[1:]
+    assert partial.shape == shape
+    assert bool(plan.gemm.batch) == made.keeps_rows == (2 in axes and not {0, 1} <= {*axes})
+    # The kernel joins each block of 16.
+    blocks = getattr(np, join)
+    y = x.reshape(*plan.gemm.batch, plan.gemm.m, plan.gemm.n)
+    for axis, is_reduced in ((-2, 2 in axes), (-1, 3 in axes)):
+        if is_reduced:
+            starts = range(0, y.shape[axis], 16)
+            parts = [np.take(y, range(i, min(i + 16, y.shape[axis])), axis) for i in starts]
+            y = np.stack([blocks(part, axis) for part in parts], axis)
+    _, found = plan.program.finished([jnp.sin(x), jnp.asarray(y)], [])
+    np.testing.assert_allclose(found, reduced(x, axes), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
     "f", [lambda acc: acc.T, lambda acc: acc + acc.T, lambda acc: (jnp.sin(acc) * 2).T]
 )
 def test_a_transposed_product_is_not_translated(f):

@@ -204,6 +204,22 @@ def test_batches():
     _close(shared(a[:, 0], b[0, 0], r), wide(a[:, 0], b[0, 0]) + r)
 
 
+def test_reductions_over_a_batch():
+    """The batch becomes rows, so that blocks of rows are joined across its matrices."""
+    a, b, r = _drawn(0, (2, 3, 101, 64)), _drawn(1, (64, 264)), _drawn(2, (264,))
+
+    def f(acc, r):
+        z = acc + r
+        return z.astype(BF16), z.sum((0, 1, 2)), z.max(), z.min((0, 3)), z.sum(-1)
+
+    ours = jax.jit(lambda a, b, r: gemm(a, b, epilogue=f, epilogue_operands=(r,)))(a, b, r)
+    theirs = f(wide(a, b), r)
+    _close(ours[0], theirs[0])
+    for x, y in zip(ours[1:], theirs[1:], strict=True):
+        assert x.shape == y.shape
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=2e-3)
+
+
 def test_gated():
     m, n, k = 384, 256, 192
     a, b, g = _factors(m, n, k)

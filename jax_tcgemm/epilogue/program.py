@@ -13,7 +13,7 @@ from jax.extend import core
 
 from jax_tcgemm import _core
 from jax_tcgemm.epilogue import evaluation, operations
-from jax_tcgemm.problem.strides import row_major
+from jax_tcgemm.problem.strides import StridedGemm, row_major
 
 # For each dimension of a value: the dimension of the results that indexes it, ``None`` if the value
 # has only one element along it.
@@ -60,25 +60,49 @@ class Reduction:
     Attributes:
         made: the equation of the flat jaxpr.
         value: C++ of the reduced value.
-        shape: shape of the partial results: ``(*batch, m, n)``, with blocks along reduced rows and
-            columns.
+        extents: ``(*batch, m, n)`` of the matrices.
+        block: rows and columns of a block.
         dtype: dtype of the partial results; float32 for any floating-point values.
     """
 
     made: Any
     value: str
-    shape: tuple[int, ...]
+    extents: tuple[int, ...]
+    block: tuple[int, int]
     dtype: Any
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the partial results: ``extents``, with blocks along reduced rows and columns."""
+        *batch, m, n = self.extents
+        rows, columns = self._reduces
+        of_block = [-(-extent // size) for extent, size in zip((m, n), self.block, strict=True)]
+        return (*batch, of_block[0] if rows else m, of_block[1] if columns else n)
+
+    @property
+    def _axes(self) -> set[int]:
+        """The reduced axes, counted from the last one: -1 for columns, -2 for rows."""
+        rank = self.made.invars[0].aval.ndim
+        return {axis - rank for axis in self.made.params["axes"]}
+
+    @property
+    def _reduces(self) -> tuple[bool, bool]:
+        return -2 in self._axes, -1 in self._axes
+
+    @property
+    def crosses_batches(self) -> bool:
+        """Returns true if rows may be joined with those of other matrices of the batch."""
+        every = range(-self.made.invars[0].aval.ndim, -1)
+        return -2 not in self._axes or self._axes.issuperset(every)
 
     @property
     def along(self) -> str:
         """The dimensions along which the result varies, as ``Along`` names them."""
-        axes, rank = self.made.params["axes"], len(self.shape)
         return {
             (True, True): "kNothing",
             (True, False): "kColumns",
             (False, True): "kRows",
-        }[rank - 2 in axes, rank - 1 in axes]
+        }[self._reduces]
 
     @property
     def join(self) -> str:
@@ -98,8 +122,16 @@ class Reduction:
     def finished(self, partial: jax.Array) -> jax.Array:
         """Joins the partial results of the kernel."""
         reduce = {"Sum": jnp.sum, "Maximum": jnp.max, "Minimum": jnp.min}[self.join]
-        joined = reduce(partial.reshape(self.shape), axis=self.made.params["axes"])
-        return joined.astype(self.made.outvars[0].aval.dtype)
+        of, result = self.made.invars[0].aval, self.made.outvars[0].aval
+        rows, columns = self._reduces
+        if rows and self.crosses_batches:
+            joined = reduce(partial.reshape(-1, self.shape[-1]), axis=(0, 1) if columns else 0)
+        else:
+            # The folded dimensions have the same elements in the same order.
+            *batch, m, _ = of.shape
+            shape = (*batch, self.shape[-2] if rows else m, self.shape[-1])
+            joined = reduce(partial.reshape(shape), axis=self.made.params["axes"])
+        return joined.astype(result.dtype)
 
 
 JOINS = {"reduce_sum": "Sum", "reduce_max": "Maximum", "reduce_min": "Minimum"}
@@ -140,7 +172,13 @@ class Program:
     @property
     def keeps_rows(self) -> bool:
         """Returns true if a batch must not be treated as more rows of one matrix."""
-        return self.counts_rows or bool(self.reductions)
+        return self.counts_rows or not all(each.crosses_batches for each in self.reductions)
+
+    def folded(self, gemm: StridedGemm) -> Program:
+        """Returns the program for the matrices of a gemm in which a batch may have become rows."""
+        extents = (*gemm.batch, gemm.m, gemm.n)
+        changed = (dataclasses.replace(each, extents=extents) for each in self.reductions)
+        return dataclasses.replace(self, reductions=tuple(changed))
 
     @property
     def draws(self) -> bool:

@@ -156,14 +156,9 @@ class _Translation:
         is_sum = JOINS[eqn.primitive.name] == "Sum"
         if not is_float and not (is_sum and jnp.dtype(dtype) in _SUMMED):
             raise NotTranslatableError(f"{eqn.primitive.name} of {dtype}")
-        m, n = self.shape[-2:]
-        of_block = (-(-m // self.block[0]), -(-n // self.block[1]))
-        shape = tuple(
-            of_block[axis - rank + 2] if axis in axes and axis >= rank - 2 else extent
-            for axis, extent in enumerate(self.shape)
-        )
         joined = jnp.dtype(jnp.float32) if is_float else dtype
-        return Reduction(eqn, self.values.value(operand, self.every), shape, joined)
+        value = self.values.value(operand, self.every)
+        return Reduction(eqn, value, self.shape, self.block, joined)
 
     def unrounded(self, name: str, dtype: Any) -> str:
         """Returns a result before it is rounded to its type; storing it rounds it, too."""

@@ -188,6 +188,7 @@ def _planned(own: Sequence[Any], spec: CompiledSpec, made: Program, may_stream: 
     if isinstance(strided, str):
         return strided
     gemm, strides = strided
+    made = made.folded(gemm)
     count = len(made.leaves)
     strides, beside = strides[:count], strides[count:]
     scale_strides = tuple(

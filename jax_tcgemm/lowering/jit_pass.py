@@ -112,6 +112,7 @@ def _call_or_reason(spec: PassSpec) -> _Call | str:
     if isinstance(made, str):
         return made
     folded, strides = _folded(shape, made)
+    made = made.folded(folded)
     if made.flat_rows and folded.batch:
         return "an index along a batch"
     if len(folded.batch) > MAX_BATCH_NDIM:

@@ -62,7 +62,8 @@ def gathered_function(
 
 def _obstacle(call: Call, shard: Any, exchange: Exchange) -> str | None:
     gemm = call.gemm
-    if call.program.keeps_rows or call.program.flat_rows:
+    program = call.program
+    if program.counts_rows or program.flat_rows or program.reductions:
         return "a function that depends on the row"
     # A conversion of the buffer would read it before it is filled.
     if shard.dtype != INPUT_DTYPES[call.algorithm] or call.factors or call.scale_strides:
