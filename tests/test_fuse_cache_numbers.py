@@ -13,6 +13,8 @@ from jax import lax
 from jax_tcgemm import fuse
 from jax_tcgemm.transforms import caches
 
+pytestmark = pytest.mark.any_jax
+
 
 @pytest.fixture(autouse=True)
 def small_caches(monkeypatch):

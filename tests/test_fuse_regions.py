@@ -11,6 +11,8 @@ from trace_times import Program, recurrent, transformer
 from jax_tcgemm import fuse
 from jax_tcgemm.transforms import kernel_calls, outputs
 
+pytestmark = pytest.mark.any_jax
+
 
 @pytest.fixture
 def arrays(normal):

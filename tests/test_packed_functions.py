@@ -16,6 +16,8 @@ from packed_values import BF16, drawn, weight, wide
 from jax_tcgemm import _core, _extension, gated_gemm, gated_mlp, gemm, mlp, pack, quantize
 from jax_tcgemm.kernels import packed as kernels
 
+pytestmark = pytest.mark.any_jax
+
 F32 = jnp.float32
 
 

@@ -20,6 +20,8 @@ from jax_tcgemm import (
     ragged_dot,
 )
 
+pytestmark = pytest.mark.any_jax
+
 BF16 = jnp.bfloat16
 MATRICES = (((1,), (0,)), ((), ()))
 X3, X9 = "TF32_TF32_F32_X3", "BF16_BF16_F32_X9"

@@ -147,17 +147,31 @@ CHANGES = {
 }
 
 
-EVERY_JAX = ("gemm", "dot_general", "mlp", "ragged_dot", "function", "packed")
+# Other operations have the same rules. These are tested under all transformations, and some of them
+# with every version of JAX.
+VARIED = ("gemm", "dot_general", "mlp", "ragged_dot", "function", "packed")
+EVERY_JAX = ("gemm", "mlp", "ragged_dot", "function")
+# Others apply the same rules. pytest runs these for the varied operations, with --nightly for all.
+IMPLIED = (
+    *("reverse of each", "jacobians", "nested vmap", "vmap of jvp", "linearize"),
+    *("remat", "remat, everything", "shard_map, unchecked"),
+)
 # These need an operation whose arguments' parts give parts of the result.
 DIVIDED = ("export, symbolic", "shard_map", "shard_map, unchecked", "explicit axes")
 
 
 def cells(transformations: Any) -> Any:
     """Returns names of a transformation and an operation."""
+
+    def marks(each, name):
+        if each in IMPLIED:
+            return [pytest.mark.any_jax, *[pytest.mark.nightly] * (name not in VARIED)]
+        return [] if name in EVERY_JAX else [pytest.mark.any_jax]
+
     return pytest.mark.parametrize(
         ("transformation", "name"),
         [
-            pytest.param(each, name, marks=[] if name in EVERY_JAX else pytest.mark.any_jax)
+            pytest.param(each, name, marks=marks(each, name))
             for name, op in OPERATIONS.items()
             for each in transformations
             if each in (op.only or transformations) and (op.out or each not in DIVIDED)
