@@ -115,7 +115,7 @@ def measure(
     entry = Entry.measured(config, times[best], times[UNTUNED], of_xla)
     us = ", ".join(f"{name} {1e6 * seconds:.1f} us" for name, seconds in times.items())
     took = time.perf_counter() - begun
-    log(f"tune: {described(product.problem)}: {best}; {us}; took {took:.2f} s")
+    log(f"tune: {described(product.problem)}: {config or UNTUNED}; {us}; took {took:.2f} s")
     return Measured(entry, is_certain)
 
 
