@@ -103,8 +103,8 @@ def measure(
     best, is_certain = decided(blocks, lead)
     # XLA's own choice in the program may be faster than cuBLAS, or, for few rows, slower.
     is_medium = not is_patient and _has_results(product, _MEDIUM_RESULTS)
-    has_won = best == CUBLAS and _has_results(product)
-    if not has_won and (best == CUBLAS or (is_medium and race.is_far(_FAR))):
+    is_few = not _has_results(product)
+    if is_few if best == CUBLAS else is_medium and race.is_far(_FAR):
         race.leave(CUBLAS)
         race.enter({XLA: XLA})
         blocks = _blocks(race, lead)

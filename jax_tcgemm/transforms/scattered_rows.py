@@ -18,6 +18,7 @@ from jax import lax
 from jax_tcgemm import _compat
 from jax_tcgemm.transforms import kernel_calls
 from jax_tcgemm.transforms.graph import Node
+from jax_tcgemm.transforms.numbers import size_of
 from jax_tcgemm.transforms.products import HALF_TYPES, is_on_device, is_typed
 
 # Fewer additions hardly wait for each other.
@@ -54,11 +55,9 @@ def scatter_in_float32(node: Node) -> Any:
         return None
     if not _adds_whole_rows(node, operand, indices, updates):
         return None
-    if not _is_small(operand, indices):
-        # Otherwise few additions to a large array, in place, would take the time of all its rows.
-        size = math.prod(updates.shape) * updates.dtype.itemsize
-        if _BYTES_OF_ROW * operand.shape[0] > size:
-            return None
+    # Otherwise few additions to a large array, in place, would take the time of all its rows.
+    if not _is_small(operand, indices) and _BYTES_OF_ROW * operand.shape[0] > size_of([updates]):
+        return None
     if any(_compat.is_sharded_type(x) for x in (operand, indices, updates)):
         return None
     return kernel_calls.traced_call(node, _added)
