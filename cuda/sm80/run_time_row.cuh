@@ -6,27 +6,14 @@
 #include "kernel_config.h"
 #include "mma_sync/kernel_of_layouts.cuh"
 #include "mma_sync/layouts.h"
+#include "mma_sync/run_time_row.cuh"
 #include "sm80/direct_kernel.cuh"
 #include "sm80/direct_params.h"
 #include "sm80/kernel.cuh"
 
 namespace jax_tcgemm::sm80 {
 
-constexpr KernelConfig known_config(KernelConfig config) {
-  if (config.epilogue == EpilogueWork::kAny && JAX_TCGEMM_KNOWN_SUM && !config.is_direct()) {
-    config.epilogue = EpilogueWork::kSum;
-  }
-  return config;
-}
-
-constexpr KernelConfig kConfig = known_config(Row::kConfig);
-
-struct KnownMajors {
-  template <typename Use>
-  __device__ __forceinline__ void operator()(Use&& use) const {
-    use(mma_sync::Majors<kMajorA, kMajorB>());
-  }
-};
+constexpr KernelConfig kConfig = mma_sync::known_config(Row::kConfig);
 
 }  // namespace jax_tcgemm::sm80
 
@@ -44,7 +31,7 @@ extern "C" __global__ void __launch_bounds__(jax_tcgemm::sm80::kConfig.threads()
                     const __grid_constant__ jax_tcgemm::mma_sync::Layouts) {
   extern __shared__ __align__(128) char memory[];
   jax_tcgemm::sm80::DirectKernel<jax_tcgemm::sm80::kConfig>::run(
-      params, jax_tcgemm::ptx::shared_address(memory), jax_tcgemm::sm80::KnownMajors());
+      params, jax_tcgemm::ptx::shared_address(memory), jax_tcgemm::mma_sync::KnownMajors());
 }
 #else
 extern "C" __global__ void __launch_bounds__(
@@ -54,6 +41,6 @@ extern "C" __global__ void __launch_bounds__(
                     const __grid_constant__ jax_tcgemm::mma_sync::Layouts) {
   extern __shared__ __align__(128) char smem[];
   jax_tcgemm::sm80::Kernel<jax_tcgemm::sm80::kConfig>::run(
-      params, jax_tcgemm::ptx::shared_address(smem), jax_tcgemm::sm80::KnownMajors());
+      params, jax_tcgemm::ptx::shared_address(smem), jax_tcgemm::mma_sync::KnownMajors());
 }
 #endif

@@ -1,7 +1,7 @@
 """Lists the kernels that the build compiles.
 
 Kernels of other rows are compiled where they are first needed. The build compiles every row of the
-``sm75`` and ``simt`` families. It also compiles two float16 rows each of ``sm80`` and ``sm90``, for
+``simt`` family. It also compiles two float16 rows each of ``sm75``, ``sm80`` and ``sm90``, for
 systems on which nothing can be compiled. Among the other rows, it compiles those without which
 measured products take longer: lab/built_rows.md.
 """
@@ -14,6 +14,8 @@ from jax_tcgemm.kernels.config import KernelConfig
 
 # A row's name, and the epilogues for which the build has kernels: the row's epilogues, or fewer.
 _BUILT: Mapping[str, str] = {
+    "sm75_f16_64x64x32_w2x2_s2": "sum",
+    "sm75_f16_64x64x32_w2x2_s2_realign_promote": "sum",
     "sm80_bf16_128x128x64_w2x2_s3": "sum",
     "sm80_bf16_64x64x64_w2x2_s3": "any",
     "sm80_bf16_64x64x32_w2x2_s3_realign": "sum",
@@ -97,4 +99,4 @@ _BUILT: Mapping[str, str] = {
 
 def built_epilogue(row: KernelConfig) -> str | None:
     """Returns the epilogues of a row's kernels in the build, ``None`` if it has none."""
-    return row.epilogue if row.arch in ("sm75", "simt") else _BUILT.get(row.name)
+    return row.epilogue if row.arch == "simt" else _BUILT.get(row.name)
