@@ -178,12 +178,14 @@ cudaError_t launch_persistent(const KernelConfig& config, KernelHandle* kernel,
 }
 
 cudaError_t launch_fallback(const KernelConfig& config, const KernelHandle& kernel,
-                            const LaunchRequest& request, bool k_major_a, bool k_major_b) {
+                            const LaunchRequest& request) {
   constexpr int64_t kBlocksPerSm = 16;  // not all of them need to run at once
   const int64_t tiles = simt::fallback_tiles(request.params, config);
   cudaLaunchConfig_t launch = launch_config(config, request.stream);
   launch.gridDim =
       dim3(static_cast<unsigned>(std::min(tiles, kBlocksPerSm * request.device.sm_count)));
+  bool k_major_a = request.major_a == Major::kK;
+  bool k_major_b = request.major_b == Major::kK;
   return enqueue(launch, kernel, request.params, k_major_a, k_major_b);
 }
 
@@ -197,15 +199,9 @@ bool takes_plain(const KernelConfig& config, const GemmParams& params) {
 
 cudaError_t launch_simt(const KernelConfig& config, KernelHandle* kernel,
                         const LaunchRequest& request) {
-  bool k_major_a = request.major_a == Major::kK;
-  bool k_major_b = request.major_b == Major::kK;
-  if (config.is_fallback()) {
-    return launch_fallback(config, *kernel, request, k_major_a, k_major_b);
-  }
+  if (config.is_fallback()) return launch_fallback(config, *kernel, request);
   const GemmParams& params = request.params;
-  if (!takes_plain(config, params)) {
-    return launch_persistent(config, kernel, request, k_major_a, k_major_b);
-  }
+  if (!takes_plain(config, params)) return launch_persistent(config, kernel, request);
   simt::PlainParams plain = {params.a.data, params.b.data, params.epilogue.d,
                              params.a.ld,   params.b.ld,   params.m,
                              params.n,      params.k,      params.epilogue.d_type};

@@ -20,14 +20,12 @@
 
 namespace jax_tcgemm::simt {
 
-template <KernelConfig kConfig>
+template <KernelConfig kConfig, bool kMajorA, bool kMajorB>
 struct Kernel {
   using Input = typename AlgorithmTraits<kConfig.algorithm>::Input;
   using Output = typename AlgorithmTraits<kConfig.algorithm>::Output;
 
-  // Most of the code is the epilogue, so all layouts share a kernel.
-  static __device__ __forceinline__ void run(const GemmParams& params, bool k_major_a,
-                                             bool k_major_b) {
+  static __device__ __forceinline__ void run(const GemmParams& params) {
 #pragma unroll 1
     for (TileWalk walk(params); !walk.done(params); walk.advance(params)) {
       const TileCoordinate tile = raster_tile(params.raster, walk.index);
@@ -36,17 +34,17 @@ struct Kernel {
       if (row >= params.m || column >= params.n) continue;
       Vector<1> value[1];
       value[0][0] =
-          dot<kConfig.tile_k, Input>({params, params.a, k_major_a, walk.batch, row},
-                                     {params, params.b, k_major_b, walk.batch, column}, params.k);
+          dot<kConfig.tile_k, Input>({params, params.a, kMajorA, walk.batch, row},
+                                     {params, params.b, kMajorB, walk.batch, column}, params.k);
       FusedEpilogue<Output, 1>(params, walk.batch, column).finish(value, row, 0);
     }
   }
 };
 
-template <typename Row>
+template <typename Row, Major kMajorA, Major kMajorB>
 __global__ void __launch_bounds__(Row::kConfig.threads())
-    gemm_kernel(const __grid_constant__ GemmParams params, bool k_major_a, bool k_major_b) {
-  Kernel<Row::kConfig>::run(params, k_major_a, k_major_b);
+    gemm_kernel(const __grid_constant__ GemmParams params) {
+  Kernel<Row::kConfig, kMajorA == Major::kK, kMajorB == Major::kK>::run(params);
 }
 
 }  // namespace jax_tcgemm::simt

@@ -10,23 +10,27 @@
 namespace jax_tcgemm::simt {
 
 template <typename Row, Major kMajorA, Major kMajorB>
-KernelHandle* plain_handle() {
-  static KernelHandle handle = {
-      reinterpret_cast<const void*>(plain_kernel<Row, kMajorA, kMajorB>), {}};
-  return &handle;
+void add_layout(KernelSet* set) {
+  constexpr int kA = static_cast<int>(kMajorA), kB = static_cast<int>(kMajorB);
+  static KernelHandle any = {reinterpret_cast<const void*>(gemm_kernel<Row, kMajorA, kMajorB>), {}};
+  static KernelHandle simple = {reinterpret_cast<const void*>(plain_kernel<Row, kMajorA, kMajorB>),
+                                {}};
+  set->any.handle[kA][kB] = &any;
+  set->simple.handle[kA][kB] = &simple;
 }
 
 template <typename Row>
 KernelSet kernels_of() {
-  constexpr Major kK = Major::kK, kMn = Major::kMn;
   if constexpr (Row::kConfig.is_fallback()) {
     static KernelHandle all = {reinterpret_cast<const void*>(fallback_kernel<Row>), {}};
     return {{{{&all, &all}, {&all, &all}}}, {}};
   } else {
-    static KernelHandle any = {reinterpret_cast<const void*>(gemm_kernel<Row>), {}};
-    return {{{{&any, &any}, {&any, &any}}},
-            {{{plain_handle<Row, kK, kK>(), plain_handle<Row, kK, kMn>()},
-              {plain_handle<Row, kMn, kK>(), plain_handle<Row, kMn, kMn>()}}}};
+    KernelSet set = {};
+    add_layout<Row, Major::kK, Major::kK>(&set);
+    add_layout<Row, Major::kK, Major::kMn>(&set);
+    add_layout<Row, Major::kMn, Major::kK>(&set);
+    add_layout<Row, Major::kMn, Major::kMn>(&set);
+    return set;
   }
 }
 
