@@ -18,7 +18,7 @@ from jax_tcgemm.lowering.named_function import MOST_RESULTS
 from jax_tcgemm.problem.log import log
 from jax_tcgemm.tools.benchmarking import Timing
 from jax_tcgemm.transforms.candidates import MOST, is_batch_of_few_rows
-from jax_tcgemm.transforms.decision import CUBLAS, UNTUNED, decided, is_clear
+from jax_tcgemm.transforms.decision import CUBLAS, UNTUNED, Lead, decided, is_clear
 from jax_tcgemm.transforms.numbers import Numbers
 from jax_tcgemm.transforms.race import NEAR_LIMIT, Race
 from jax_tcgemm.tuning import lookup
@@ -38,13 +38,13 @@ _PATIENT_SECONDS = 60.0
 # With less time left, the untuned choice is good enough if it is as fast as cuBLAS and the GPU's
 # limit is at least this share of its time.
 _NEAR_ENOUGH = 0.75
-# XLA's own choice may be the fastest although cuBLAS is not if there are at most this many results,
-# and the GPU's limit is less than this share of the untuned choice's time. It was for 20 of 160
-# products with 65 to 1100 rows (lab/choice.md).
-_MEDIUM_RESULTS, _FAR = 3_500_000, 0.65
-# XLA also fuses what it computes itself with the operations around it. In training steps, it was as
-# fast as functions in kernels that alone took 4 % less time (lab/fusion.md).
-_LEAD_WITH_FUNCTION = 0.05
+# XLA's own choice may be the fastest although cuBLAS is not if the GPU's limit is less than this
+# share of the untuned choice's time, and, with a function, if there are at most this many results.
+# It was for 20 of 160 products with 65 to 1100 rows (lab/choice.md).
+_FAR, _MEDIUM_RESULTS = 0.65, 3_500_000
+# In programs, XLA's products of many rows were as fast as kernels that alone took 4 % and 1 to 3 us
+# less time (lab/fusion.md).
+_LEAD_OF_MANY_ROWS = Lead(share=0.05, seconds=2e-6)
 # From this ``k`` on, the products of the next tile hide a function of a hundred instructions.
 _HIDING = 4096
 
@@ -98,13 +98,14 @@ def measure(
         ):
             race.enter({name: name for name in race.rows()})
             race.narrow_down()
-    lead = 0.0 if product.spec.function is None else _LEAD_WITH_FUNCTION
+    is_few = not _has_results(product)
+    lead = Lead() if is_few else _LEAD_OF_MANY_ROWS
     blocks = _blocks(race, lead)
     best, is_certain = decided(blocks, lead)
     # XLA's own choice in the program may be faster than cuBLAS, or, for few rows, slower.
-    is_medium = not is_patient and _has_results(product, _MEDIUM_RESULTS)
-    is_few = not _has_results(product)
-    if is_few if best == CUBLAS else is_medium and race.is_far(_FAR):
+    most_results = math.inf if product.spec.function is None else _MEDIUM_RESULTS
+    is_asked = not is_patient and _has_results(product, most_results)
+    if is_few if best == CUBLAS else is_asked and race.is_far(_FAR):
         race.leave(CUBLAS)
         race.enter({XLA: XLA})
         blocks = _blocks(race, lead)
@@ -139,7 +140,7 @@ def _has_results(product: Product, most: float = math.inf) -> bool:
     return is_one and min(m, n) > FEW_ROWS and m * n <= most
 
 
-def _blocks(race: Race, lead: float) -> list[dict[str, Timing]]:
+def _blocks(race: Race, lead: Lead) -> list[dict[str, Timing]]:
     """Returns two blocks of samples, or more if these leave the choice unclear."""
     blocks: list[dict[str, Timing]] = []
     while len(blocks) < 2 or not (is_clear(blocks, lead) or len(blocks) == _MOST_BLOCKS):
