@@ -1,4 +1,4 @@
-// What is known of an sm75 or sm80 row that is compiled at run time: see sm90/run_time_row.cuh.
+// The known facts about an sm75 or sm80 row compiled at run time: see sm90/run_time_row.cuh.
 
 #pragma once
 
