@@ -272,6 +272,20 @@ def test_few_rows_by_several_matrices(normal, monkeypatch, rows, joined_bytes, l
     check(f, x, q, k, out)
 
 
+@pytest.mark.parametrize(("small_bytes", "left"), [(0, 0), (2**20, 2)])
+def test_many_rows_by_several_small_matrices(normal, monkeypatch, small_bytes, left):
+    """The gates of a recurrent network are such products; one with an epilogue stays."""
+    monkeypatch.setattr(neighbours, "_SMALL_BYTES", small_bytes)
+    x = normal(128, K, dtype=jnp.bfloat16)
+    gate, reset, new = (normal(K, N, dtype=jnp.bfloat16) for _ in range(3))
+
+    def f(x, gate, reset, new):
+        return x @ gate, x @ reset, jnp.tanh(x @ new)
+
+    assert operations(fuse(f), x, gate, reset, new)["dot_general"] == left
+    check(f, x, gate, reset, new)
+
+
 @pytest.mark.parametrize(("rows", "k", "columns"), [(64, 1, 64), (1, 512, 1)])
 def test_what_is_hardly_a_product_is_left_to_xla(normal, rows, k, columns):
     x, w = normal(rows, k, dtype=jnp.bfloat16), normal(k, columns, dtype=jnp.bfloat16)

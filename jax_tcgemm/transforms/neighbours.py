@@ -17,7 +17,7 @@ _Dims = tuple[int, ...]
 _FEW = 64
 # A product of few rows with fewer bytes takes about as long as a launch. XLA's own kernel is not
 # slower. XLA may also add up its partial sums in the next kernel, and updates it sooner in a
-# command buffer.
+# command buffer. Several products of an operand with fewer bytes take about as long as one.
 _SMALL_BYTES = 4 * 2**20
 # XLA's kernels are as fast as those of this package if both extents of a weight are multiples of
 # this. XLA also adds up partial sums in the next kernel.
@@ -28,6 +28,7 @@ _JOINED_BYTES = 32 * 2**20
 _MOST_LOOKED_AT = 50
 _PARTS = "few rows: XLA adds up parts of k in the kernel that follows"
 _JOINED = "few rows, and XLA joins it with another product of the same operand"
+_LITTLE = "few bytes, and XLA joins it with another product of the same operand"
 # Reasons that do not hold if a kernel reads two weights at once.
 _OF_NEIGHBOURS = frozenset({_PARTS, _JOINED})
 # Kernels read rows of multiples of this many bytes.
@@ -39,7 +40,7 @@ _FUSIBLE = SPREADING | {"transpose", "slice", "dynamic_slice", "rev", "pad", "co
 
 
 def note_fallbacks(items: Iterable[Any], sliced: Collection[Value]) -> None:
-    """Sets ``fallback_reason`` or ``single_reason`` of each product that XLA should compute.
+    """Sets the reason of each product that XLA should compute, or should if it has no epilogue.
 
     Args:
         items: those of a graph.
@@ -55,6 +56,8 @@ def note_fallbacks(items: Iterable[Any], sliced: Collection[Value]) -> None:
         reason = _fallback_reason(item, makers, users, sliced)
         if reason in _OF_NEIGHBOURS and _is_gated(item, users):
             item.single_reason = reason
+        elif reason is None and _is_little(item) and _has_sibling(item, users):
+            item.plain_reason = _LITTLE
         else:
             item.fallback_reason = reason
 
@@ -105,6 +108,14 @@ def _fallback_reason(
         if _has_sibling(product, users):
             return _JOINED
     return None
+
+
+def _is_little(item: Any) -> bool:
+    """Returns true for a plain product that reads and writes few bytes."""
+    if not is_plain_product(item) or item.stored is not None:
+        return False
+    has_sizes = all(isinstance(n, int) for x in item.inputs for n in x.aval.shape)
+    return has_sizes and 0 < _size(item) < _SMALL_BYTES
 
 
 def _shares_rounded(product: Node, users: Mapping[Value, Sequence[Any]]) -> bool:
