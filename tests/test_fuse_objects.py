@@ -61,7 +61,7 @@ def test_dicts_and_lists_are_changed(x):
         state["new"] = {"kept": state["kept"], "n": count + 1}
         state["inner"]["y"] = state["inner"]["y"] + 1
         state["pair"] = (state["pair"][0], state["w"])
-        log.append(state["w"].sum())
+        log.append(jnp.abs(state["w"]).sum())
         log[0] = log[0] * 2
         return state["w"]
 
