@@ -56,8 +56,8 @@ def note_fallbacks(items: Iterable[Any], sliced: Collection[Value]) -> None:
         reason = _fallback_reason(item, makers, users, sliced)
         if reason in _OF_NEIGHBOURS and _is_gated(item, users):
             item.single_reason = reason
-        elif reason is None and _is_little(item) and _has_sibling(item, users):
-            item.plain_reason = _LITTLE
+        elif reason == _LITTLE:
+            item.plain_reason = reason
         else:
             item.fallback_reason = reason
 
@@ -107,15 +107,9 @@ def _fallback_reason(
             return _PARTS
         if _has_sibling(product, users):
             return _JOINED
+    if 0 < _size(product) < _SMALL_BYTES and _has_sibling(product, users):
+        return _LITTLE
     return None
-
-
-def _is_little(item: Any) -> bool:
-    """Returns true for a plain product that reads and writes few bytes."""
-    if not is_plain_product(item) or item.stored is not None:
-        return False
-    has_sizes = all(isinstance(n, int) for x in item.inputs for n in x.aval.shape)
-    return has_sizes and 0 < _size(item) < _SMALL_BYTES
 
 
 def _shares_rounded(product: Node, users: Mapping[Value, Sequence[Any]]) -> bool:
