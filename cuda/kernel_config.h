@@ -200,6 +200,10 @@ struct KernelConfig {
     }
     return buffers * kBuffer;
   }
+  // Bytes of a warp's buffer, in which a function compiled at run time gathers its results.
+  constexpr int warp_buffer_bytes() const {
+    return arch == Arch::kSm90 ? staging_bytes() / 4 : slab_bytes();
+  }
   constexpr int output_bytes() const {
     if (arch != Arch::kSm90) return consumer_warps() * slab_bytes();
     // Sums of all other blocks that share a tile, and the slab for this block's share.

@@ -34,7 +34,7 @@ constexpr int kMaxCompiledResults = 6;
 constexpr int kScaleBlock = 128;
 
 // Rows and columns of a block of results. A reduction leaves one number for each block, or one for
-// each row or column of a block (sm90/output/compiled_io.cuh).
+// each row or column of a block (epilogue/compiled_io.cuh).
 constexpr int kReducedBlock = 16;
 
 // A pass without a product (passes/compiled_pass.cuh): the warps of a block, the neighbouring

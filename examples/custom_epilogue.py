@@ -1,7 +1,8 @@
 """Trains a layer with a custom epilogue: a learned gate, dropout and a residual.
 
 ``silu(x @ w * gate + bias)``, with dropout and added to ``x``, is a function of ``jax.numpy``. As
-``epilogue=``, the function is compiled into the product's kernel on GPUs of compute capability 9.0.
+``epilogue=``, the function is compiled into the product's kernel (on GPUs of compute capability
+9.0; on those from 8.0 on if autotuning chose that).
 JAX differentiates the function, and dropout draws the same numbers as ``jax.random``. The script
 trains the layer twice: by ``jax_tcgemm.gemm``, and by ``jnp.matmul`` followed by the same function.
 It prints both losses, then the time of a step. It fails if the curves part, or if the loss does not

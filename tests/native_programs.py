@@ -35,7 +35,7 @@ class Program:
     block: tuple[int, int]
 
     def source(self) -> str:
-        """Returns the source that ``of_program`` of ``jax_tcgemm/epilogue/source.py`` writes."""
+        """Returns what ``of_program`` of ``jax_tcgemm/epilogue/program_source.py`` writes."""
         operands = [f"{{Along::{x}, {size}, {_cpp(v)}}}" for x, size, v in self.operands]
         results = [f"{{{size}, {_cpp(v)}}}" for size, v in self.results]
         visits = [

@@ -295,7 +295,7 @@ def _compare(
     return None
 
 
-def compiles(epilogue: Epilogue, row: str, layout: str = "nn") -> str | None:
+def compiles(epilogue: Epilogue, row: str, layout: str = "nn", capability: int = 90) -> str | None:
     """Says why a function does not translate or compile, if it does not."""
     m, n = 96, 64 + 8 * (epilogue.seed % 3)
     values = [jax.ShapeDtypeStruct((m, n), jnp.float32)]
@@ -306,7 +306,7 @@ def compiles(epilogue: Epilogue, row: str, layout: str = "nn") -> str | None:
         return translated
     strides = [leaf.strides(2) for leaf in translated.leaves]
     source = lowering.source_of(translated, strides, n, batched=False)
-    compiler.compile_kernel(source, row, layout)
+    compiler.compile_kernel(source, row, layout, capability=capability)
     return None
 
 

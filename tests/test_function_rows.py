@@ -10,16 +10,18 @@ from kernel_rows import rank_rows
 from jax_tcgemm import _core, gated_gemm, gemm
 from jax_tcgemm.epilogue import compiler, function, translation
 from jax_tcgemm.kernels import table
+from jax_tcgemm.kernels.choice_input import ChoiceInput
 from jax_tcgemm.lowering import jit_epilogue, jit_rows, jit_source
 from jax_tcgemm.transforms import tune as tune_module
 from jax_tcgemm.transforms.candidates import candidates, rows_of_relative
 
 _H200 = {"sm_count": 132, "shared_memory_per_block": 232448, "compute_capability": 90}
 _KINDS = {
-    "tf32": lambda row: row.tag == "tf32",
+    "tf32": lambda row: row.arch == "sm90" and row.tag == "tf32",
     "swapped": lambda row: row.swap_ab,
     "skinny": lambda row: row.skinny,
-    "others": lambda row: not (row.tag == "tf32" or row.swap_ab or row.skinny),
+    "sm80": lambda row: row.arch == "sm80",
+    "others": lambda row: row.arch == "sm90" and not (row.swap_ab or row.skinny),
 }
 
 
@@ -33,8 +35,48 @@ def test_rows_compile_with_a_function(rng, kind, tmp_path, monkeypatch):
         row = rows[i]
         layouts = ["nn", "nt"] if row.swap_ab else ["nn", "nt", "tn", "tt"]
         epilogue = random_epilogues.draw_smooth(int(rng.integers(2**31)))
-        what = random_epilogues.compiles(epilogue, row.name, str(rng.choice(layouts)))
+        # Earlier GPUs convert no float8.
+        capability = int(rng.choice([89, 90, 100, 120])) if row.arch == "sm80" else 90
+        layout = str(rng.choice(layouts))
+        what = random_epilogues.compiles(epilogue, row.name, layout, capability)
         assert what is None, (row.name, what)
+
+
+def test_functions_without_float8_compile_for_ampere(tmp_path, monkeypatch):
+    monkeypatch.setenv("JAX_TCGEMM_CACHE_DIR", str(tmp_path))
+    types = [jax.ShapeDtypeStruct((96, 64), jnp.float32), jax.ShapeDtypeStruct((64,), jnp.bfloat16)]
+    f = lambda z, bias: (jax.nn.gelu(z + bias).astype(jnp.bfloat16), z.max(0))  # noqa: E731
+    translated = translation.translate(function.trace(f, types, 1)[0])
+    strides = [leaf.strides(2) for leaf in translated.leaves]
+    text = jit_source.source_of(translated, strides, 64, batched=False)
+    for tag in ("bf16", "f16", "tf32"):
+        (row, *_) = (x for x in table.CONFIGS if x.arch == "sm80" and x.tag == tag)
+        for capability in (80, 86):
+            assert compiler.compile_kernel(text, row.name, "nt", capability=capability)
+
+
+def test_sums_that_show_are_promoted_on_other_gpus():
+    ranked = [
+        rank_rows(
+            "BF16_BF16_F32", 2048, 4096, 4096, 1, True, 108, 166912,
+            compute_capability=80, epilogue="any", compiled=True, float32_result=wide,
+        )
+        for wide in (False, True)
+    ]  # fmt: skip
+    for wide, rows in enumerate(ranked):
+        assert rows
+        assert {table.BY_NAME[name].arch for name, _, _ in rows} == {"sm80"}
+        assert {table.BY_NAME[name].promote for name, _, _ in rows} == {bool(wide)}
+
+
+def test_hopper_takes_sm80_rows_by_name_alone():
+    (name, *_) = (x.name for x in table.CONFIGS if x.arch == "sm80" and x.tag == "bf16")
+    assert all(row.arch == "sm90" for row in _rows(512, 512, 512))
+    choice = ChoiceInput(
+        "BF16_BF16_F32", 512, 512, 512, 1, True, 132, 232448,
+        compute_capability=90, epilogue="any", compiled=True,
+    )  # fmt: skip
+    assert [row for row, _, _ in _core.rank_configs(choice, config=name)] == [name]
 
 
 def _rows(m, n, k, algorithm="BF16_BF16_F32", **more):

@@ -193,7 +193,10 @@ def test_operands_of_functions_are_drawn():
 
 def test_rows_that_take_no_functions_are_not_taken_from_tunings():
     g = lambda a, b: gemm(a, b, epilogue=jnp.sin)  # noqa: E731
-    for row in ("sm80_bf16_64x64x64_w2x2_s3", "sm90_bf16_64x128x64_s6_c1x1_pingpong_promote"):
+    for row in (
+        "sm80_bf16_64x64x32_w2x2_s3_realign",
+        "sm90_bf16_64x128x64_s6_c1x1_pingpong_promote",
+    ):
         with tuned(row, g):
             assert configs(g, *ARRAYS) == [""]
 

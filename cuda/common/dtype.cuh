@@ -42,6 +42,11 @@ struct AlgorithmTraits {
   using Output = typename DeviceType<kArithmetic.output>::Element;
 };
 
+// The type of accumulators in registers, except for those of float16.
+template <Algorithm kAlgorithm>
+using SumOf =
+    std::conditional_t<arithmetic_of(kAlgorithm).accumulator == ElementType::kS32, int32_t, float>;
+
 // Rounds two float32 values to nearest even and packs them, `low` in the low half.
 template <typename Element>
 __device__ __forceinline__ uint32_t pack(float low, float high) {

@@ -160,14 +160,15 @@ Choice named_choice(std::string_view config, const ChoiceInput& input) {
 std::vector<Estimate> with_room(std::vector<Estimate> ranked, int64_t warp_bytes,
                                 int64_t result_bytes) {
   const auto warp_room = [](const Estimate& estimate) {
-    return estimate.choice.entry->config.staging_bytes() / 4;
+    return estimate.choice.entry->config.warp_buffer_bytes();
   };
   const auto lacks_room = [&](const Estimate& estimate) {
     return !estimate.choice.entry->config.skinny && warp_room(estimate) < result_bytes;
   };
   const auto has_room = [&](const Estimate& estimate) {
     const KernelConfig& config = estimate.choice.entry->config;
-    return config.streams_b() || config.skinny || warp_room(estimate) >= warp_bytes;
+    const bool reads_in_place = config.streams_b() || config.skinny || config.arch == Arch::kSm80;
+    return reads_in_place || warp_room(estimate) >= warp_bytes;
   };
   std::erase_if(ranked, lacks_room);
   if (std::any_of(ranked.begin(), ranked.end(), has_room))

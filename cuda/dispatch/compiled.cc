@@ -64,7 +64,10 @@ ChoiceInput compiled_input(const GemmProblem& problem, const EpilogueProgram& pr
   input.row_alignment_b = row_alignment(p.b, problem.algorithm);
   input.compiled = true;
   input.reduces = program.reduces;
-  const bool may_promote = input.gated || (input.grouped == Grouped::kNone && input.has_few_rows());
+  // Hopper's rows that promote sums of many rows take no functions.
+  const bool has_rows_for_many = input.compute_capability != 90;
+  const bool may_promote = input.gated || (input.grouped == Grouped::kNone &&
+                                           (has_rows_for_many || input.has_few_rows()));
   if (program.shows_sums && may_promote && element_bytes(problem.algorithm) == 2) {
     input.d_type = ElementType::kF32;  // see wants_promotion
   }
@@ -113,7 +116,8 @@ Status choose(const EpilogueProgram& program, const GemmProblem& problem, const 
       return key.adds_parts == row.has_fixup && has_same_registers(key.entry->config, config);
     };
     if (std::any_of(spilling.begin(), spilling.end(), is_alike)) continue;
-    const KernelKey key = {row.entry, layout_name(problem, config), row.has_fixup};
+    const KernelKey key = {row.entry, layout_name(problem, config), row.has_fixup,
+                           device.compute_capability};
     LoadedKernel* kernel = nullptr;
     JAX_TCGEMM_RETURN_IF_ERROR(find_or_make_kernel(program, key, lock, loaded, &kernel));
     if (row.has_fixup) {
@@ -145,6 +149,7 @@ LoadedProgram::Chosen any_loaded(LoadedProgram* loaded, const GemmProblem& probl
   for (LoadedKernel& kernel : loaded->kernels) {
     const KernelConfig& config = kernel.key.entry->config;
     if (kernel.key.layout != layout_name(problem, config)) continue;
+    if (kernel.key.compute_capability != input.compute_capability) continue;
     for (int splits = kernel.key.adds_parts ? config.warps_m : 1; splits > 0; --splits) {
       if (kernel.key.adds_parts && (splits == 1 || !supports_splits(config, input, splits))) break;
       if (supports(config, input, splits)) return {input, {}, &kernel, splits};
@@ -225,7 +230,9 @@ Status run_compiled(GemmProblem problem, const CompiledParams& params,
                           &complete);
     }
     sm90::TensorMaps maps = {};
-    JAX_TCGEMM_RETURN_IF_ERROR(sm90::encode_factors(problem, config, &maps));
+    if (config.arch == Arch::kSm90) {
+      JAX_TCGEMM_RETURN_IF_ERROR(sm90::encode_factors(problem, config, &maps));
+    }
     const cudaError_t launched = launch(chosen, problem, complete, maps, device, stream);
     if (cluster_too_large(launched, config, device)) continue;
     if (launched == cudaErrorCooperativeLaunchTooLarge && chosen.kernel->key.adds_parts) {

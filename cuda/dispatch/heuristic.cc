@@ -189,9 +189,13 @@ bool fits_grid(const KernelConfig& config, const ChoiceInput& input) {
   return input.batch <= kMaxGridRows && ceil_div(input.m, config.tile_m) <= kMaxGridRows;
 }
 
-// Checks if a row takes an epilogue that is compiled at run time: see sm90/output/compiled.cuh and
-// sm90/output/skinny_function.cuh. Blocks that share 16 x 16 results cannot reduce them.
+// Checks if a row takes an epilogue that is compiled at run time: see epilogue/compiled_output.cuh
+// and sm90/output/skinny_function.cuh. Blocks that share 16 x 16 results cannot reduce them.
 bool takes_compiled_epilogue(const KernelConfig& config, bool reduces) {
+  if (config.arch == Arch::kSm80) {
+    const bool has_float32_sums = arithmetic_of(config.algorithm).accumulator == ElementType::kF32;
+    return config.loader == Loader::kCpAsync && has_float32_sums && !config.pairs;
+  }
   if (config.arch != Arch::kSm90 || config.planes || config.pairs ||
       config.grouped == Grouped::kK) {
     return false;
@@ -215,12 +219,13 @@ bool splits_k(const KernelConfig& config) {
 }  // namespace
 
 RowFacts facts_of(const KernelConfig& config) {
-  const bool has_buffers = config.arch == Arch::kSm90 && !config.skinny;
+  const bool has_buffers =
+      (config.arch == Arch::kSm90 || takes_compiled_epilogue(config, false)) && !config.skinny;
   return {.splits_k = splits_k(config),
           .adds_parts = config.has_fixup(),
           .takes_functions = takes_compiled_epilogue(config, false),
           .takes_reductions = takes_compiled_epilogue(config, true),
-          .warp_buffer_bytes = has_buffers ? config.staging_bytes() / 4 : 0,
+          .warp_buffer_bytes = has_buffers ? config.warp_buffer_bytes() : 0,
           .shared_memory_bytes = config.shared_memory_bytes()};
 }
 
@@ -265,9 +270,13 @@ bool supports(const KernelConfig& config, const ChoiceInput& input, int splits) 
 
 Rank rank_of(const KernelConfig& config, const ChoiceInput& input) {
   if (config.is_fallback()) return Rank::kFallback;
-  // These rows are taken by name alone: sm75 rows where later instructions exist, direct rows and
-  // skinny 8-bit rows where nobody has timed them.
+  // These rows are taken by name alone: sm75 rows where later instructions exist, sm80 rows with a
+  // function where sm90 rows take it, direct rows and skinny 8-bit rows where nobody has timed
+  // them.
   if (config.arch == Arch::kSm75 && input.compute_capability >= 80) return Rank::kFallback;
+  if (config.arch == Arch::kSm80 && input.compiled && input.compute_capability == 90) {
+    return Rank::kFallback;
+  }
   if (config.is_direct() && input.compute_capability != 90) return Rank::kFallback;
   if (config.skinny && element_bytes(config.algorithm) == 1 && !input.has_few_rows()) {
     return Rank::kFallback;

@@ -157,8 +157,9 @@ KernelHandle* sm90_kernel(const KernelConfig& config, const KernelSet& kernels,
   return simple != nullptr ? simple : kernels.any(a, b);
 }
 
-// Launches a persistent grid of a kernel that takes `arguments` after the parameters.
-template <typename... Arguments>
+// Launches a persistent grid of a kernel that takes `arguments` after the parameters. `Params` is
+// the type of request.params.
+template <typename Params = GemmParams, typename... Arguments>
 cudaError_t launch_persistent(const KernelConfig& config, KernelHandle* kernel,
                               const LaunchRequest& request, Arguments&... arguments) {
   int blocks_per_sm = 0;
@@ -168,7 +169,7 @@ cudaError_t launch_persistent(const KernelConfig& config, KernelHandle* kernel,
             blocks, kernel->function, config.threads(), config.shared_memory_bytes());
       });
   if (error != cudaSuccess) return error;
-  GemmParams params = request.params;
+  Params params = static_cast<const Params&>(request.params);
   const int64_t capacity = int64_t{blocks_per_sm} * request.device.sm_count;
   const int blocks = static_cast<int>(std::min(tile_count(params), capacity));
   set_stride(&params, blocks);
@@ -297,7 +298,9 @@ bool fits_at_once(const KernelConfig& config, KernelHandle* kernel, const GemmPa
 
 cudaError_t launch_compiled(const KernelConfig& config, KernelHandle* kernel,
                             const LaunchRequest& request) {
-  return launch_sm90<CompiledParams>(config, kernel, request);
+  if (config.arch == Arch::kSm90) return launch_sm90<CompiledParams>(config, kernel, request);
+  mma_sync::Layouts layouts = {request.major_a, request.major_b};
+  return launch_persistent<CompiledParams>(config, kernel, request, layouts);
 }
 
 }  // namespace jax_tcgemm

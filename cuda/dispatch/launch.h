@@ -45,7 +45,8 @@ cudaError_t launch_kernel(const KernelConfig& config, KernelHandle* kernel,
 bool fits_at_once(const KernelConfig& config, KernelHandle* kernel, const GemmParams& params,
                   const DeviceProperties& device);
 
-// Enqueues an sm90 kernel with an epilogue compiled at run time; request.params are CompiledParams.
+// Enqueues an sm90 or sm80 kernel with an epilogue compiled at run time; request.params are
+// CompiledParams.
 cudaError_t launch_compiled(const KernelConfig& config, KernelHandle* kernel,
                             const LaunchRequest& request);
 

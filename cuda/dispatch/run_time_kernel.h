@@ -15,7 +15,7 @@
 
 namespace jax_tcgemm {
 
-// C++ that defines a Program (sm90/output/compiled.cuh), and its digest.
+// C++ that defines a Program (epilogue/compiled_output.cuh), and its digest.
 struct EpilogueProgram {
   std::string_view digest;
   std::string_view source;

@@ -1,5 +1,5 @@
 // Reads the operands and results of a program from its C++, which of_program of
-// jax_tcgemm/epilogue/source.py writes.
+// jax_tcgemm/epilogue/program_source.py writes.
 
 #ifndef JAX_TCGEMM_FFI_PROGRAM_SOURCE_H_
 #define JAX_TCGEMM_FFI_PROGRAM_SOURCE_H_

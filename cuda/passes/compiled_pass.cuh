@@ -7,7 +7,7 @@
 // Barriers: two __syncthreads() for each reduction over rows, after the last row.
 // Timeline: [load -> Program -> store, join] for two rows at a time -> join the warps' values.
 //
-// A Program is as in sm90/output/compiled.cuh. It also has each_reduction(visitor), which calls
+// A Program is as in epilogue/compiled_output.cuh. It also has each_reduction(visitor), which calls
 // visitor.reduction<element, number of the result, along, join>(neutral) for each reduction.
 
 #pragma once

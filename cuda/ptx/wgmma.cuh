@@ -9,8 +9,6 @@
 
 #include <stdint.h>
 
-#include <type_traits>
-
 #include "kernel_config.h"
 
 namespace jax_tcgemm::ptx {
@@ -40,11 +38,6 @@ __device__ __forceinline__ void wgmma_fence_registers(int32_t (&d)[kCount]) {
 #pragma unroll
   for (int32_t& value : d) asm volatile("" : "+r"(value)::"memory");
 }
-
-// The type of accumulators.
-template <Algorithm kAlgorithm>
-using SumOf =
-    std::conditional_t<arithmetic_of(kAlgorithm).accumulator == ElementType::kS32, int32_t, float>;
 
 // Returns the descriptor of an operand in shared memory. Rows have 128, 64 or 32 bytes with the
 // swizzle of that size; a pattern is 8 rows. k-major: rows along mn. mn-major: rows along k, and

@@ -4,8 +4,8 @@
 //        warps_n) * warp_n of a tile.
 // Barriers: those of the mainloop. A warp's epilogue reads only data that the warp itself wrote.
 // Timeline: fill the ring; then for each tile: mainloop (sm80/mainloop.cuh), and 16 rows at a time:
-//        accumulators to shared memory -> epilogue (epilogue/fused_epilogue.cuh). Meanwhile the
-//        ring fills with the next tile.
+//        accumulators to shared memory -> epilogue (epilogue/fused_epilogue.cuh), or a function
+//        (mma_sync/function.cuh). Meanwhile the ring fills with the next tile.
 
 #pragma once
 
@@ -20,14 +20,12 @@
 
 namespace jax_tcgemm::sm80 {
 
-template <KernelConfig kConfig>
+// Output: what finishes a warp's sums, mma_sync::WarpOutput or mma_sync::WarpFunction.
+template <KernelConfig kConfig, typename Output = mma_sync::WarpOutput<kConfig>>
 struct Kernel {
-  using Output = mma_sync::WarpOutput<kConfig>;
-
   // `visit`: as in mma_sync::visit_majors.
-  template <typename Visit>
-  static __device__ __forceinline__ void run(const GemmParams& params, uint32_t smem,
-                                             Visit&& visit) {
+  template <typename Params, typename Visit>
+  static __device__ __forceinline__ void run(const Params& params, uint32_t smem, Visit&& visit) {
     const int warp = threadIdx.x / 32;
     const int warp_row = warp / kConfig.warps_n * kConfig.warp_m();
     const int warp_column = warp % kConfig.warps_n * kConfig.warp_n();

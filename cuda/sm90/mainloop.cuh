@@ -5,6 +5,7 @@
 
 #include <type_traits>
 
+#include "common/dtype.cuh"
 #include "kernel_config.h"
 #include "ptx/cluster.cuh"
 #include "ptx/mbarrier.cuh"
@@ -96,7 +97,7 @@ template <KernelConfig kConfig, typename Layouts>
 struct Mainloop {
   static constexpr bool kScales = false;
   static constexpr int kBlocks = kConfig.tile_m / (16 * kConfig.warps_m);
-  using Accumulators = ptx::SumOf<kConfig.algorithm>[kBlocks][kConfig.tile_n / 2];
+  using Accumulators = SumOf<kConfig.algorithm>[kBlocks][kConfig.tile_n / 2];
 
   const GemmParams& params;
   const SharedMemory<kConfig>& smem;

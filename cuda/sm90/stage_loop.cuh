@@ -5,6 +5,7 @@
 
 #include <stdint.h>
 
+#include "common/dtype.cuh"
 #include "kernel_config.h"
 #include "ptx/cluster.cuh"
 #include "ptx/mbarrier.cuh"
@@ -29,7 +30,7 @@ struct StageLoop {
   // Distance between two runs of 128 bytes of mn of an mn-major operand.
   static constexpr int kSlabBytes = kConfig.tile_k * 128;
   using Instruction = ptx::Wgmma<kConfig.algorithm, kConfig.tile_n>;
-  using Accumulators = ptx::SumOf<kConfig.algorithm>[kBlocks][kConfig.tile_n / 2];
+  using Accumulators = SumOf<kConfig.algorithm>[kBlocks][kConfig.tile_n / 2];
 
   const SharedMemory<kConfig>& smem;
   int first_row;  // row of the tile where the warpgroup begins

@@ -8,11 +8,11 @@
 
 #include <stdint.h>
 
+#include "common/dtype.cuh"
+#include "epilogue/accumulator_chunk.cuh"
 #include "kernel_config.h"
 #include "ptx/cluster.cuh"
 #include "ptx/shared_memory.cuh"
-#include "ptx/wgmma.cuh"
-#include "sm90/output/subtile.cuh"
 #include "sm90/ring.cuh"
 #include "sm90/streamed_loop.cuh"
 
@@ -21,7 +21,7 @@ namespace jax_tcgemm::sm90 {
 template <KernelConfig kConfig>
 struct StreamedSums {
   using Loop = StreamedLoop<kConfig>;
-  using Sum = ptx::SumOf<kConfig.algorithm>;
+  using Sum = SumOf<kConfig.algorithm>;
   static constexpr int kWarps = kConfig.consumer_warps();
   static constexpr int kThreads = 32 * kWarps;
   static constexpr int kColumns = kConfig.output_n();

@@ -140,8 +140,9 @@ def gemm(
             product ``op(A) @ op(B)``, ``(..., m, n)``, and ``epilogue_operands``. The product is
             float32 or wider; for integers without scales, int32 or uint32 or wider, or the integer
             type that ``preferred_element_type`` names. On GPUs of compute capability 9.0, for
-            operands of 16 bits or fewer and for float32 in TF32, it is compiled into the kernel.
-            Elsewhere, and if it cannot be compiled, it runs after the product (docs/epilogues.md).
+            operands of 16 bits or fewer and for float32 in TF32, it is compiled into the kernel; on
+            GPUs from 8.0 on if autotuning chose that. Elsewhere, and if it cannot be compiled, it
+            runs after the product (docs/epilogues.md).
             Values that it closes over are differentiated like its operands.
         epilogue_operands: further arguments of ``epilogue``, pytrees of arrays.
 

@@ -145,14 +145,16 @@ def install() -> None:
     _core.set_compiler(compile_kernel, begin)
 
 
-def obstacle(program: str, expected: tuple[str, str] | None, capability: int = 90) -> str | None:
+def obstacle(
+    program: str, expected: tuple[str, str] | None, capability: int | None = None
+) -> str | None:
     """Returns why a program cannot be compiled, ``None`` if it can.
 
     Args:
-        program: as ``source.of_program`` returns it.
+        program: as ``program_source.of_program`` returns it.
         expected: the row and layout that will be compiled first, with ``source.PASS`` in place of a
             row for a pass. ``None`` if this process has no GPU, so that another one compiles it.
-        capability: as in ``compile_kernel``.
+        capability: as in ``compile_kernel``; by default Hopper's.
     """
     if expected is None:
         return None
@@ -160,7 +162,7 @@ def obstacle(program: str, expected: tuple[str, str] | None, capability: int = 9
     if isinstance(found, str):
         return found
     try:
-        compile_kernel(program, *expected, capability=capability)
+        compile_kernel(program, *expected, capability=capability or 90)
     except nvrtc.CompileError as error:
         log(f"NVRTC refused an epilogue for {expected[0]}:\n{error}")
         return "NVRTC refused it"

@@ -1,109 +1,11 @@
-"""C++ source of programs, and of kernels that contain a program."""
+"""C++ source of kernels that contain a program, and of other kernels compiled at run time."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
 
-import jax.numpy as jnp
-
-from jax_tcgemm.epilogue.operations import element
-from jax_tcgemm.epilogue.program import Program
 from jax_tcgemm.kernels import cpp
 from jax_tcgemm.kernels import names as kernel_names
-
-
-def of_program(
-    program: Program,
-    kinds: Sequence[tuple[str, bool]],
-    by_vectors: Sequence[bool],
-    *,
-    batched: bool,
-    scaled: bool = False,
-) -> str:
-    """Returns the C++ of a program; ``cuda/sm90/output/compiled.cuh`` describes it.
-
-    Args:
-        program: the epilogue.
-        kinds: for each leaf, the dimensions along which it varies, as ``Along`` names them, and
-            whether it is read by vectors.
-        by_vectors: for each result, whether it is written by vectors.
-        batched: whether there is more than one matrix.
-        scaled: whether the factors have block scales.
-    """
-    loads, types = [], []
-    for number, (leaf, (along, is_vector)) in enumerate(zip(program.leaves, kinds, strict=True)):
-        kind = element(leaf.dtype).cpp
-        loads.append(f"    const auto x{number} = io.template {_LOADS[along]}<{kind}, {number}>();")
-        size = jnp.dtype(leaf.dtype).itemsize
-        types.append(f"{{Along::{along}, {size}, {str(is_vector).lower()}}}")
-    results = [
-        f"{{{jnp.dtype(result.dtype).itemsize}, {str(is_vector).lower()}}}"
-        for result, is_vector in zip(program.matrices, by_vectors, strict=True)
-    ]
-    kinds_of = [element(each.dtype).cpp for each in program.outputs]
-    declared = [f"    ValueOf<{kind}> r{i}[kValues];" for i, kind in enumerate(kinds_of)]
-    values = (*program.written, *(each.value for each in program.reductions))
-    stored = [f"      r{i}[i] = {value};" for i, value in enumerate(values)]
-    count = len(results)
-    writes = [f"    io.template write<{kinds_of[i]}, {i}>(r{i});" for i in range(count)]
-    reductions = [
-        (f"<{kinds_of[i]}, {i}, Along::{each.along}, {each.join}>", i, each.neutral)
-        for i, each in enumerate(program.reductions, count)
-    ]
-    writes += [f"    io.template reduce{which}(r{i}, {zero});" for which, i, zero in reductions]
-    visits = [f"    visitor.template reduction{which}({zero});" for which, _, zero in reductions]
-    return _PROGRAM.format(
-        batched=str(batched).lower(),
-        scaled=str(scaled).lower(),
-        operands=len(types),
-        operand_kinds=", ".join(types) or "{Along::kNothing, 4, false}",
-        results=len(results),
-        result_kinds=", ".join(results) or "{4, false}",
-        reductions=len(reductions),
-        shows_sums=str(program.shows_sums).lower(),
-        visits="\n".join(visits),
-        loads="\n".join([*loads, *declared]),
-        lines="\n".join([*(f"      {line}" for line in program.lines), *stored]),
-        writes="\n".join(writes),
-    )
-
-
-_LOADS: Mapping[str, str] = {
-    "kNothing": "scalar",
-    "kRows": "rows",
-    "kColumns": "columns",
-    "kMatrix": "matrix",
-}
-
-_PROGRAM = """\
-struct Program {{
-  static constexpr bool kBatched = {batched};
-  static constexpr bool kBlockScales = {scaled};
-  static constexpr int kOperands = {operands};
-  static constexpr CompiledOperandKind kOperand[] = {{{operand_kinds}}};
-  static constexpr int kResults = {results};
-  static constexpr CompiledResultKind kResult[] = {{{result_kinds}}};
-  static constexpr int kReductions = {reductions};
-  static constexpr bool kShowsSums = {shows_sums};
-
-  template <typename Visitor>
-  static __device__ __forceinline__ void each_reduction(const Visitor& visitor) {{
-{visits}
-  }}
-  template <typename Io>
-  static __device__ __forceinline__ void run(const Io& io) {{
-    constexpr int kValues = Io::kValues;
-{loads}
-#pragma unroll
-    for (int i = 0; i < kValues; ++i) {{
-{lines}
-    }}
-{writes}
-  }}
-}};
-"""
-
 
 # The kernel's name is kKernelName of cuda/dispatch/run_time_kernel.cc.
 _SOURCE = """\
@@ -134,6 +36,37 @@ extern "C" __global__ void {cluster}__launch_bounds__(jax_tcgemm::Row::kConfig.t
 }}
 """
 
+
+# The same for rows of mma.sync.
+_OF_MMA_SYNC = """\
+#include "mma_sync/function.cuh"
+#include "mma_sync/layouts.h"
+#include "sm80/kernel.cuh"
+
+namespace jax_tcgemm {{
+namespace {{
+
+{program}
+struct Row {{
+  static constexpr KernelConfig kConfig{config};
+}};
+using Output = mma_sync::WarpFunction<Row::kConfig, Program>;
+using Layout = mma_sync::Majors<Major::k{a}, Major::k{b}>;
+
+}}  // namespace
+}}  // namespace jax_tcgemm
+
+extern "C" __global__ void __launch_bounds__(jax_tcgemm::Row::kConfig.threads(),
+                                             jax_tcgemm::mma_sync::min_blocks(
+                                                 jax_tcgemm::Row::kConfig))
+    compiled_kernel(const __grid_constant__ jax_tcgemm::CompiledParams params,
+                  const __grid_constant__ jax_tcgemm::mma_sync::Layouts) {{
+  extern __shared__ __align__(128) char smem[];
+  jax_tcgemm::sm80::Kernel<jax_tcgemm::Row::kConfig, jax_tcgemm::Output>::run(
+      params, jax_tcgemm::ptx::shared_address(smem),
+      [](auto&& use) {{ use(jax_tcgemm::Layout()); }});
+}}
+"""
 
 _PASS_SOURCE = """\
 #include "passes/compiled_pass.cuh"
@@ -256,7 +189,7 @@ def of_kernel(program: str, row: str, layout: str) -> str:
     """Returns the source that is compiled for a row of the kernel table.
 
     Args:
-        program: as ``of_program`` returns it; for ``PACKED`` and ``UNPACK``, the
+        program: as ``program_source.of_program`` returns it; for ``PACKED`` and ``UNPACK``, the
             initialiser of a configuration; for ``PACKED_FUNCTION``, both.
         row: the row's name, which ``ADDS_PARTS`` may follow, ``PASS``, ``PACKED``,
             ``PACKED_FUNCTION`` or ``UNPACK``.
@@ -269,6 +202,8 @@ def of_kernel(program: str, row: str, layout: str) -> str:
     if row in _ALONE:
         return _ALONE[row].format(program=program)
     config = kernel_names.by_name(row.removesuffix(ADDS_PARTS))
+    if config.arch != "sm90":
+        return _OF_MMA_SYNC.format(program=program, config=cpp.config(config), **_majors(layout))
     of_8_bits = _OF_8_BITS if config.arithmetic.at_run_time else ""
     # As swaps_operands of cuda/sm90/output/output_tile.h.
     swap_ab = config.swap_ab or (config.element_bytes == 4 and layout == "nn")

@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from jax_tcgemm import _compat, _extension
+from jax_tcgemm import _compat, _core, _extension
 from jax_tcgemm.epilogue import compiler
 from jax_tcgemm.kernels.arithmetic import Arithmetic
 from jax_tcgemm.tuning import lookup
@@ -106,6 +106,14 @@ def local_device(matches: Callable[[tuple[int, ...]], bool]) -> str | None:
         if matches(tuple(int(part) for part in str(device.compute_capability).split("."))):
             return device.device_kind
     return None
+
+
+def compute_capability() -> int | None:
+    """Returns the compute capability of the first local GPU, ``10 * major + minor``."""
+    gpus = _compat.initialized_cuda_devices()
+    if not gpus:
+        return None
+    return _core.device_properties(gpus[0].local_hardware_id)["compute_capability"]
 
 
 def has_kernel(

@@ -13,7 +13,7 @@ from jax_tcgemm import _compat, _extension
 from jax_tcgemm.epilogue import compiler, translation
 from jax_tcgemm.epilogue.program import Program
 from jax_tcgemm.epilogue.spec import CompiledSpec
-from jax_tcgemm.kernels.arithmetic import ALL_ARITHMETIC
+from jax_tcgemm.kernels.arithmetic import ALL_ARITHMETIC, Arithmetic
 from jax_tcgemm.kernels.names import KERNEL, XLA
 from jax_tcgemm.lowering import devices, fallback, jit_problem, layout
 from jax_tcgemm.lowering.custom_call import (
@@ -76,8 +76,17 @@ def cuda_compiled(
 
 
 def _slower(own: Sequence[Any], spec: CompiledSpec, plan: Call | str) -> str | None:
-    """Returns why XLA takes less time for a product of few rows, whatever its function, if so."""
-    if isinstance(plan, str) or not plan.is_few or spec.product.config is not None:
+    """Returns why XLA takes less time for the product, whatever its function, if so.
+
+    It may for few rows. GPUs other than Hopper's take only rows that a measurement or the call
+    names, because nobody has timed functions there.
+    """
+    if isinstance(plan, str) or spec.product.config is not None:
+        return None
+    other = devices.other_than(devices.HOPPER)
+    if other is not None:
+        return fallback.SlowerThanXla(f"a function on {other} that was not tuned")
+    if not plan.is_few:
         return None
     return fallback.slower_than_xla(plan.algorithm, spec.product, spec.product.unflatten(own))
 
@@ -100,6 +109,9 @@ def kernel_call(
     made = translation.translate(spec.function)
     if isinstance(made, str):
         return made
+    other = devices.other_than(devices.HOPPER)
+    if other is not None:
+        return f"no kernel on {other}"
     if spec.product.config == KERNEL:
         spec = spec.with_config(None)
     spec, plan, _ = _tuned([*own, *others], spec, made, strict=True)
@@ -142,7 +154,7 @@ def _call_or_reason(spec: CompiledSpec, plan: Call | str) -> Call | str:
     row = expected_row(plan, spec)
     if row is None and _compat.initialized_cuda_devices():
         return "no row of the kernel table has room for the function"
-    return compiler.obstacle(plan.source, row) or plan
+    return compiler.obstacle(plan.source, row, devices.compute_capability()) or plan
 
 
 def planned(
@@ -174,9 +186,9 @@ def _planned(own: Sequence[Any], spec: CompiledSpec, made: Program, may_stream: 
     algorithm = _algorithm(a.dtype, b.dtype, product)
     if algorithm is None:
         return f"no kernel for functions of products of {a.dtype} and {b.dtype}"
-    other = devices.other_than(devices.HOPPER)
-    if other is not None:
-        return f"no kernel on {other}"
+    reason = _no_rows_here(spec, ALL_ARITHMETIC[algorithm])
+    if reason is not None:
+        return reason
     factors: dict[str, layout.Factor] = {}
     arithmetic = ALL_ARITHMETIC[algorithm]
     if arithmetic.at_run_time and arithmetic.k_major:
@@ -223,6 +235,19 @@ def _planned(own: Sequence[Any], spec: CompiledSpec, made: Program, may_stream: 
     if not has_one_weight or arithmetic.a.bytes == 1:
         return call
     return dataclasses.replace(call, workspace_bytes=bytes_of_added_parts(gemm))
+
+
+def _no_rows_here(spec: CompiledSpec, arithmetic: Arithmetic) -> str | None:
+    """Returns why no row of a local GPU takes functions of such products, if so."""
+    old = devices.local_device(lambda capability: capability < devices.AMPERE)
+    if old is not None:
+        return f"no kernel on {old}"
+    other = devices.other_than(devices.HOPPER)
+    if other is None:
+        return None
+    if spec.is_gated or spec.is_grouped or spec.scaled or arithmetic.at_run_time:
+        return f"no kernel for functions of such products on {other}"
+    return devices.too_old_for(arithmetic)
 
 
 def _algorithm(a: np.dtype, b: np.dtype, product: GemmSpec) -> str | None:

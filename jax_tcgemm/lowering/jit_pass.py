@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_tcgemm import _compat, _core, _extension
+from jax_tcgemm import _extension
 from jax_tcgemm.epilogue import compiler, source, translation
 from jax_tcgemm.epilogue.function import EpilogueFunction
 from jax_tcgemm.epilogue.program import Program
@@ -122,10 +122,9 @@ def _call_or_reason(spec: PassSpec) -> _Call | str:
         return reason
     text = source_of(made, strides, folded.n, batched=bool(folded.batch))
     call = _Call(made, text, folded, strides)
-    gpus = _compat.initialized_cuda_devices()
-    if not gpus:
+    capability = devices.compute_capability()
+    if capability is None:
         return call
-    capability = _core.device_properties(gpus[0].local_hardware_id)["compute_capability"]
     return compiler.obstacle(call.source, (source.PASS, ""), capability) or call
 
 

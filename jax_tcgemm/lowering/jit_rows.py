@@ -12,13 +12,19 @@ from jax_tcgemm.epilogue.spec import CompiledSpec
 from jax_tcgemm.kernels.arithmetic import ALL_ARITHMETIC
 from jax_tcgemm.kernels.choice_input import ChoiceInput
 from jax_tcgemm.kernels.names import by_name, read_config
+from jax_tcgemm.lowering import devices
 from jax_tcgemm.lowering.jit_call import Call
 from jax_tcgemm.lowering.jit_source import result_bytes
 from jax_tcgemm.problem.alignment import row_alignment
 
 
 def begin_compiling(call: Call, spec: CompiledSpec) -> None:
-    """Starts to compile, on another thread, the kernel that lowering will most likely need."""
+    """Starts to compile, on another thread, the kernel that lowering will most likely need.
+
+    On GPUs other than Hopper's, that is the kernel of a measured row, which is not known here.
+    """
+    if devices.other_than(devices.HOPPER) is not None:
+        return
     expected = expected_row(call, spec)
     if expected is not None and not isinstance(nvrtc.find(), str):
         compiler.begin(call.source, *expected)
@@ -77,7 +83,11 @@ def ranked_rows(
         True,
         device["sm_count"],
         device["shared_memory_per_block"],
-        float32_result=call.may_promote(gated=spec.is_gated),
+        float32_result=call.may_promote(
+            gated=spec.is_gated,
+            grouped=is_grouped,
+            capability=device["compute_capability"],
+        ),
         compute_capability=device["compute_capability"],
         layout=call.layout,
         workspace_bytes=call.workspace_bytes,

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 
 from jax_tcgemm import _core
-from jax_tcgemm.epilogue import source
+from jax_tcgemm.epilogue import program_source
 from jax_tcgemm.epilogue.program import Leaf, Program
 from jax_tcgemm.kernels import table
 from jax_tcgemm.problem.alignment import COPY_BYTES
@@ -28,7 +28,7 @@ def source_of(
         scaled: whether the factors have block scales.
     """
     whole = [n * result.dtype.itemsize % COPY_BYTES == 0 for result in made.matrices]
-    return source.of_program(
+    return program_source.of_program(
         made, kinds_of(made, strides, n), whole, batched=batched, scaled=scaled
     )
 
@@ -39,7 +39,7 @@ def staged_of(made: Program, strides: Sequence[Shape], n: int) -> tuple[bool, ..
 
 
 # Rows and columns of the smallest sub-tile, and the gap between its rows in shared memory, as in
-# CompiledPlan of cuda/sm90/output/compiled_io.cuh.
+# CompiledPlan of cuda/epilogue/compiled_io.cuh.
 _ROWS, _COLUMNS, _GAP = 16, 16, 16
 
 # The most bytes of shared memory that a warp has in any row.

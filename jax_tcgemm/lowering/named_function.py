@@ -128,7 +128,8 @@ def _compiles(call: Call, spec: CompiledSpec) -> bool:
     """Checks that the first kernel of this process compiles; the others are begun unseen."""
     if not _OUTCOMES:
         row = jit_rows.expected_row(call, spec)
-        _OUTCOMES.append(compiler.obstacle(call.source, row) is None)
+        found = compiler.obstacle(call.source, row, devices.compute_capability())
+        _OUTCOMES.append(found is None)
     return _OUTCOMES[0]
 
 

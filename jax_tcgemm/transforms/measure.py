@@ -13,6 +13,7 @@ import jax
 
 from jax_tcgemm import _compat
 from jax_tcgemm.kernels.names import XLA
+from jax_tcgemm.lowering import devices
 from jax_tcgemm.lowering.fallback.functions import FEW_ROWS
 from jax_tcgemm.lowering.named_function import MOST_RESULTS
 from jax_tcgemm.problem.log import log
@@ -93,7 +94,7 @@ def measure(
         race.enter({UNTUNED: None} | ({CUBLAS: XLA} if race.has_rival else {}))
         if race.is_near(NEAR_LIMIT):
             race.leave(CUBLAS)
-        elif product.spec.function is None and not (
+        elif _takes_rows(product) and not (
             race.is_as_fast_as(CUBLAS) and race.is_near(_NEAR_ENOUGH)
         ):
             race.enter({name: name for name in race.rows()})
@@ -120,15 +121,24 @@ def measure(
     return Measured(entry, is_certain)
 
 
+def _takes_rows(product: Product) -> bool:
+    """Checks if rows are timed with little patience: not for functions, except on other GPUs.
+
+    The untuned choice for a function is XLA on GPUs other than Hopper's.
+    """
+    return product.spec.function is None or devices.other_than(devices.HOPPER) is not None
+
+
 def _is_timed(product: Product) -> bool:
     """Checks if the kernel of a function is compared with XLA while a program is lowered.
 
     It is if XLA was faster in some cases: for 65 rows and columns, with few tiles an SM or with a
     short ``k``, which does not hide the function. NVRTC compiles no other kernels only to time
-    them.
+    them. Nobody has timed functions on GPUs other than Hopper's.
     """
     is_short = json.loads(product.problem)["k"] < _HIDING
-    most = math.inf if is_short else MOST_RESULTS
+    is_known = devices.other_than(devices.HOPPER) is None and not is_short
+    most = MOST_RESULTS if is_known else math.inf
     return _has_results(product, most) and not product.spec.scaled
 
 

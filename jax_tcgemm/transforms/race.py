@@ -15,7 +15,7 @@ from jax.extend.core import Primitive
 
 from jax_tcgemm import _core
 from jax_tcgemm.kernels.names import MEASURED, XLA, find
-from jax_tcgemm.lowering import fallback, packed_problem
+from jax_tcgemm.lowering import devices, fallback, packed_problem
 from jax_tcgemm.lowering.gemm import shares_program
 from jax_tcgemm.primitives.gemm import gemm_p, ragged_contraction_p, ragged_dot_p
 from jax_tcgemm.primitives.jit_epilogue import compiled_p, compiled_ragged_p
@@ -130,7 +130,9 @@ class Race:
         possible = rows_of_relative(self._product, fastest, self._properties)
         known = set(built)
         # The race times the untuned choice anyway. It may be a function, which no row's name means.
-        if is_untuned(ranked[0]) and self._product.primitive != "gemm":
+        # On GPUs other than Hopper's it is XLA.
+        is_timed = is_untuned(ranked[0]) and devices.other_than(devices.HOPPER) is None
+        if is_timed and self._product.primitive != "gemm":
             known.add(ranked[0])
         others = dict.fromkeys(name for name in (*possible, *ranked) if name not in known)
         return [*built, *list(others)[:_MOST_COMPILED]]

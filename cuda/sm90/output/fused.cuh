@@ -7,6 +7,7 @@
 #include <stdint.h>
 
 #include "common/dtype.cuh"
+#include "epilogue/accumulator_chunk.cuh"
 #include "epilogue/activations.cuh"
 #include "epilogue/formula.cuh"
 #include "gemm_params.h"
@@ -18,41 +19,6 @@
 #include "sm90/ring.cuh"
 
 namespace jax_tcgemm::sm90 {
-
-// Calls use(i, accumulator) for the 8 accumulators that a thread has in 16 columns. `index` counts
-// the groups of 16 columns: kPerBlock in each block, beginning with kFirst. Registers cannot be
-// indexed at run time, so this jumps to separate code for each index.
-template <int kFirst, int kPerBlock, typename Sum, int kBlocks, int kBlockValues, typename Use>
-__device__ __forceinline__ void visit_chunk(const Sum (&acc)[kBlocks][kBlockValues], int index,
-                                            Use&& use) {
-  constexpr int kCount = kBlocks * kPerBlock;
-  const auto visit = [&]<int kIndex>() {
-    if constexpr (kIndex < kCount) {
-      constexpr int kValue = (kFirst + kIndex % kPerBlock) * kChunkValues;
-#pragma unroll
-      for (int i = 0; i < kChunkValues; ++i) use(i, acc[kIndex / kPerBlock][kValue + i]);
-    }
-  };
-  static_assert(kCount <= 24);
-  switch (index) {
-#define JAX_TCGEMM_CASE(i)          \
-  case i:                           \
-    visit.template operator()<i>(); \
-    break;
-#define JAX_TCGEMM_CASES(i) \
-  JAX_TCGEMM_CASE(i) JAX_TCGEMM_CASE(i + 1) JAX_TCGEMM_CASE(i + 2) JAX_TCGEMM_CASE(i + 3)
-    JAX_TCGEMM_CASES(0)
-    JAX_TCGEMM_CASES(4)
-    JAX_TCGEMM_CASES(8)
-    JAX_TCGEMM_CASES(12)
-    JAX_TCGEMM_CASES(16)
-    JAX_TCGEMM_CASES(20)
-#undef JAX_TCGEMM_CASES
-#undef JAX_TCGEMM_CASE
-    default:
-      __builtin_unreachable();
-  }
-}
 
 // kGeneral: any epilogue. Otherwise D = f(alpha * acc + bias), gated or not. Each test in the loop
 // costs as much as several values. The code that copies out a D which TMA cannot address is large;

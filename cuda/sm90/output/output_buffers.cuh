@@ -10,6 +10,7 @@
 
 #include <stdint.h>
 
+#include "epilogue/accumulator_chunk.cuh"
 #include "gemm_params.h"
 #include "ptx/cluster.cuh"
 #include "ptx/mbarrier.cuh"
@@ -20,13 +21,6 @@
 #include "sm90/tensor_maps.h"
 
 namespace jax_tcgemm::sm90 {
-
-// The place of accumulators: their first row and column in D or in D^T.
-struct OutputPlace {
-  int row;
-  int column;
-  int batch;
-};
 
 template <KernelConfig kConfig, bool kSwapAb>
 struct OutputBuffers {

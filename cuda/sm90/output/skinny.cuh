@@ -10,6 +10,7 @@
 
 #include <stdint.h>
 
+#include "common/dtype.cuh"
 #include "epilogue/fused_epilogue.cuh"
 #include "epilogue/known.cuh"
 #include "epilogue/vector_io.cuh"
@@ -17,7 +18,6 @@
 #include "ptx/cluster.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/shared_memory.cuh"
-#include "ptx/wgmma.cuh"
 #include "sm90/output/output_tile.h"
 #include "sm90/ring.cuh"
 
@@ -31,7 +31,7 @@ class SkinnyOutput {
   static constexpr int kSplit = kConfig.split_k;
   static constexpr int kShare = kBlockValues / kSplit;  // values of a thread in a share
   static constexpr int kThreads = 128;
-  using Sum = ptx::SumOf<kConfig.algorithm>;
+  using Sum = SumOf<kConfig.algorithm>;
   using Accumulators = Sum[kBlocks][kBlockValues];
   using Element = typename AlgorithmTraits<kConfig.algorithm>::Output;
   using Epilogue = FusedEpilogue<Element, kVectorColumns>;

@@ -1,17 +1,19 @@
 // The output of a skinny kernel whose epilogue was compiled at run time: a Program
-// (sm90/output/compiled.cuh) gets the sums of a share in blocks of 16 x 16 values of D, or of 8 x
-// 32 along the longer extent. The results are few, so they go straight to memory.
+// (epilogue/compiled_output.cuh) gets the sums of a share in blocks of 16 x 16 values of D, or of 8
+// x 32 along the longer extent. The results are few, so they go straight to memory.
 
 #pragma once
 
 #include <stdint.h>
 
 #include "compiled_params.h"
+#include "epilogue/accumulator_chunk.cuh"
+#include "epilogue/compiled_io.cuh"
+#include "epilogue/compiled_output.cuh"
 #include "epilogue/compiled_values.cuh"
 #include "ptx/cluster.cuh"
 #include "ptx/shared_memory.cuh"
 #include "scheduler/raster.cuh"
-#include "sm90/output/compiled_io.cuh"
 #include "sm90/output/output_tile.h"
 #include "sm90/output/skinny.cuh"
 #include "sm90/ring.cuh"

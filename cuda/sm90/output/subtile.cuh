@@ -6,6 +6,7 @@
 #include <stdint.h>
 
 #include "common/dtype.cuh"
+#include "epilogue/accumulator_chunk.cuh"
 #include "kernel_config.h"
 #include "ptx/cluster.cuh"
 #include "ptx/ldmatrix.cuh"
@@ -14,12 +15,6 @@
 #include "sm90/output/output_tile.h"
 
 namespace jax_tcgemm::sm90 {
-
-// A thread's part of 16 x 16 accumulators. Value i is in row lane / 4 + i / 2 % 2 * 8 and in column
-// lane % 4 * 2 + i % 2 + i / 4 * 8.
-constexpr int kChunkColumns = 16;
-constexpr int kChunkValues = 8;
-using Chunk = float[kChunkValues];
 
 // kWide: the buffer holds float32, else Element. kSwapAb: rows of the accumulators are columns of
 // D. kWhole: rows of 128 bytes if they fit.

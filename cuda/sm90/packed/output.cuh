@@ -25,7 +25,7 @@ constexpr int kPackedVector = 4;
 template <typename Program>
 struct PackedIo;
 
-// A Program is as in sm90/output/compiled.cuh, without reductions.
+// A Program is as in epilogue/compiled_output.cuh, without reductions.
 template <PackedConfig kConfig, typename Program>
 struct PackedOutput {
   // A thread's sums: register 4 j + 2 h + c belongs to row 16 (warp % 4) + lane / 4 + 8 h of the

@@ -1,5 +1,5 @@
 // A run-time compiled program's view of a sub-tile: operands and results in shared memory,
-// accumulators in registers. See sm90/output/compiled.cuh.
+// accumulators in registers. See epilogue/compiled_output.cuh.
 
 #pragma once
 
@@ -7,34 +7,19 @@
 
 #include <type_traits>
 
+#include "common/dtype.cuh"
 #include "compiled_params.h"
+#include "epilogue/accumulator_chunk.cuh"
 #include "epilogue/compiled_functions.cuh"
 #include "epilogue/compiled_rounding.cuh"
 #include "epilogue/compiled_values.cuh"
+#include "kernel_config.h"
+#include "ptx/cluster.cuh"
 #include "ptx/global_memory.cuh"
 #include "ptx/shared_memory.cuh"
-#include "ptx/wgmma.cuh"
 #include "scheduler/raster.cuh"
-#include "sm90/output/output_tile.h"
-#include "sm90/output/subtile.cuh"
 
-namespace jax_tcgemm::sm90 {
-
-// Prefetches a program's operands of the 16 x 16 values from `at` on.
-template <typename Program>
-__device__ __forceinline__ void prefetch_operands(const CompiledParams& params,
-                                                  const OutputPlace& at) {
-  const int lane = threadIdx.x % 32;
-  const int row = min(at.row + lane % 16, params.m - 1);
-  const int column = min(at.column + lane / 16 * 8, params.n - 1);
-  each<Program::kOperands>([&]<int kIndex>() {
-    const CompiledOperand& operand = params.operands[kIndex];
-    const int64_t element = batch_offset_if<Program::kBatched>(params, at.batch, operand.batch) +
-                            row * operand.stride_m + column * operand.stride_n;
-    ptx::prefetch_line(static_cast<const char*>(operand.data) +
-                       element * Program::kOperand[kIndex].bytes);
-  });
-}
+namespace jax_tcgemm {
 
 // Places of a sub-tile's operands and results in a warp's part of shared memory. A sub-tile has
 // kRows x kColumns values of D. kSwapAb: rows of the accumulators are columns of D.
@@ -45,8 +30,10 @@ struct CompiledPlan {
   static constexpr bool kSwapAb = kSwap;
   static constexpr bool kIsDirect = false;
   static constexpr bool kBatched = Program::kBatched;
-  static constexpr int kWarpBytes = kConfig.staging_bytes() / 4;
-  using Sum = ptx::SumOf<kConfig.algorithm>;
+  static constexpr int kWarpBytes = kConfig.warp_buffer_bytes();
+  // Columns of D in which a warp has accumulators of one product.
+  static constexpr int kBlockColumns = kConfig.gated ? kConfig.output_n() : kConfig.warp_n();
+  using Sum = SumOf<kConfig.algorithm>;
 
   // Bytes from row to row. The threads of a warp meet different banks, or at most two conflict
   // where space is shortest.
@@ -54,8 +41,8 @@ struct CompiledPlan {
     return columns * bytes + (bytes == 4 && columns > 16 ? 2 * kVector : kVector);
   }
   // The sub-tile of `length` columns of accumulators. A warp has 16 rows of them.
-  static constexpr int rows(int length) { return kSwapAb ? length : kWarpRows; }
-  static constexpr int columns(int length) { return kSwapAb ? kWarpRows : length; }
+  static constexpr int rows(int length) { return kSwapAb ? length : kChunkRows; }
+  static constexpr int columns(int length) { return kSwapAb ? kChunkRows : length; }
   static constexpr int operand_bytes(int i, int length) {
     const CompiledOperandKind kind = Program::kOperand[i];
     if (!kind.is_staged()) return 0;
@@ -84,10 +71,13 @@ struct CompiledPlan {
   // Long rows are quicker to store, and two stages hide the latency of operands from memory.
   static constexpr Choice choice() {
     if (kConfig.streams_b()) return {has_room(16, 0) ? 16 : 0, 0};
+    // The ring of mma.sync kernels uses cp.async while their epilogue runs.
+    const bool may_stage = kConfig.arch == Arch::kSm90;
     constexpr Choice kChoices[] = {{64, 2}, {32, 2}, {16, 2}, {32, 1}, {16, 1}, {32, 0}, {16, 0}};
     for (const Choice& each : kChoices) {
-      const bool divides = kConfig.output_n() % each.length == 0;
-      if (divides && has_room(each.length, each.stages)) return each;
+      const bool divides = kBlockColumns % each.length == 0;
+      const int stages = may_stage ? each.stages : 0;
+      if (divides && has_room(each.length, stages)) return {each.length, stages};
     }
     return {0, 0};
   }
@@ -111,7 +101,7 @@ struct CompiledPlan {
 template <KernelConfig kConfig, typename Function>
 struct DirectPlan {
   using Program = Function;
-  using Sum = ptx::SumOf<kConfig.algorithm>;
+  using Sum = SumOf<kConfig.algorithm>;
   static constexpr bool kSwapAb = false;
   static constexpr bool kIsDirect = true;
   static constexpr bool kBatched = Program::kBatched;
@@ -346,4 +336,4 @@ struct CompiledIo {
   }
 };
 
-}  // namespace jax_tcgemm::sm90
+}  // namespace jax_tcgemm
