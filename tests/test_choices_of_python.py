@@ -68,7 +68,7 @@ def test_rows_that_swap_operands_compute_wide_functions():
             epilogue="any",
             batch_rank=2,
             compiled=True,
-            float32_result=wide,
+            shows_sums=wide,
         )
         return {name for name, _, _ in ranked}
 

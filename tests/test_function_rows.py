@@ -59,7 +59,7 @@ def test_sums_that_show_are_promoted_on_other_gpus():
     ranked = [
         rank_rows(
             "BF16_BF16_F32", 2048, 4096, 4096, 1, True, 108, 166912,
-            compute_capability=80, epilogue="any", compiled=True, float32_result=wide,
+            compute_capability=80, epilogue="any", compiled=True, shows_sums=wide,
         )
         for wide in (False, True)
     ]  # fmt: skip
@@ -249,10 +249,10 @@ def test_sums_that_show_are_promoted():
         (768, 64, {"gated": True}),
         (512, 1024, {"gated": True}),
     ):
-        rows = _rows(m, n, 4096, float32_result=True, **more)
+        rows = _rows(m, n, 4096, shows_sums=True, **more)
         assert all(row.promote for row in rows[:8]), (m, n)
         assert not all(row.promote for row in _rows(m, n, 4096, **more)[:8])
-    rows = _rows(4096, 4096, 4096, float32_result=True, gated=True)
+    rows = _rows(4096, 4096, 4096, shows_sums=True, gated=True)
     assert not any(row.promote for row in rows)
 
 

@@ -53,7 +53,6 @@ ChoiceInput compiled_input(const GemmProblem& problem, const EpilogueProgram& pr
   input.major_b = problem.major_b;
   input.epilogue = EpilogueWork::kAny;
   input.gated = p.epilogue.gated;
-  input.d_type = p.epilogue.d_type;
   input.compute_capability = device.compute_capability;
   input.sm_count = device.sm_count;
   input.shared_memory_per_block = device.shared_memory_per_block;
@@ -64,13 +63,7 @@ ChoiceInput compiled_input(const GemmProblem& problem, const EpilogueProgram& pr
   input.row_alignment_b = row_alignment(p.b, problem.algorithm);
   input.compiled = true;
   input.reduces = program.reduces;
-  // Hopper's rows that promote sums of many rows take no functions.
-  const bool has_rows_for_many = input.compute_capability != 90;
-  const bool may_promote = input.gated || (input.grouped == Grouped::kNone &&
-                                           (has_rows_for_many || input.has_few_rows()));
-  if (program.shows_sums && may_promote && element_bytes(problem.algorithm) == 2) {
-    input.d_type = ElementType::kF32;  // see wants_promotion
-  }
+  input.d_type = d_type_for_function(input, program.shows_sums);
   return input;
 }
 

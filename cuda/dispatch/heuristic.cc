@@ -229,6 +229,14 @@ RowFacts facts_of(const KernelConfig& config) {
           .shared_memory_bytes = config.shared_memory_bytes()};
 }
 
+ElementType d_type_for_function(const ChoiceInput& input, bool shows_sums) {
+  // Hopper's rows that promote the sums of many rows take no functions.
+  const bool has_rows = input.compute_capability != 90 || input.has_few_rows();
+  const bool may_promote = input.gated || (input.grouped == Grouped::kNone && has_rows);
+  const bool promotes = shows_sums && may_promote && element_bytes(input.algorithm) == 2;
+  return promotes ? ElementType::kF32 : arithmetic_of(input.algorithm).output;
+}
+
 // finish_of (sm90/tma_descriptor.cc) decides which of these epilogues an sm90 kernel runs.
 bool has_epilogue(const KernelConfig& config, const ChoiceInput& input) {
   if (config.epilogue == EpilogueWork::kAny) return true;

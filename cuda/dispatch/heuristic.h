@@ -60,6 +60,10 @@ RowFacts facts_of(const KernelConfig& config);
 // Checks if a configuration can compute the problem with k split into `splits` products.
 bool supports(const KernelConfig& config, const ChoiceInput& input, int splits = 1);
 
+// Returns the type of D by which rows are chosen for a function that is compiled at run time:
+// float32 if the row should promote its sums. shows_sums: results show the last bits of the sums.
+ElementType d_type_for_function(const ChoiceInput& input, bool shows_sums);
+
 // Checks if a configuration has code for the problem's epilogue, if k is not split.
 bool has_epilogue(const KernelConfig& config, const ChoiceInput& input);
 

@@ -74,7 +74,7 @@ ChoiceInput choice_input(const nb::object& problem) {
   };
   ChoiceInput input = {};
   std::string algorithm, layout, epilogue, grouped;
-  bool float32_result = false;
+  bool float32_result = false, shows_sums = false;
   int max_cluster_size = 0;
   read("algorithm", &algorithm);
   read("m", &input.m);
@@ -85,6 +85,7 @@ ChoiceInput choice_input(const nb::object& problem) {
   read("sm_count", &input.sm_count);
   read("shared_memory_per_block", &input.shared_memory_per_block);
   read("float32_result", &float32_result);
+  read("shows_sums", &shows_sums);
   read("compute_capability", &input.compute_capability);
   read("layout", &layout);
   read("workspace_bytes", &input.workspace_bytes);
@@ -113,6 +114,7 @@ ChoiceInput choice_input(const nb::object& problem) {
   input.major_a = layout[0] == 't' ? Major::kMn : Major::kK;
   input.major_b = layout[1] == 't' ? Major::kK : Major::kMn;
   input.d_type = float32_result ? ElementType::kF32 : arithmetic_of(*decoded).output;
+  if (input.compiled) input.d_type = d_type_for_function(input, shows_sums);
   if (max_cluster_size > 0) input.max_cluster_size = max_cluster_size;
   return input;
 }

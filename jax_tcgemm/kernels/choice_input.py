@@ -36,6 +36,7 @@ class ChoiceInput:
         c_by_tma: whether TMA can read C.
         compiled: whether the epilogue is compiled at run time.
         reduces: whether such an epilogue reduces blocks of 16 x 16 results.
+        shows_sums: whether its results show the last bits of the sums, which may need promotion.
         run_time_rows: whether kernels that the build lacks may be compiled.
         tma_addressable: whether TMA can address both operands; ``None`` if ``aligned`` says it.
     """
@@ -64,5 +65,6 @@ class ChoiceInput:
     c_by_tma: bool = True
     compiled: bool = False
     reduces: bool = False
+    shows_sums: bool = False
     run_time_rows: bool = True
     tma_addressable: bool | None = None

@@ -89,16 +89,11 @@ class Call:
         """Returns true if the program reduces blocks of 16 x 16 results."""
         return bool(self.program.reductions)
 
-    def may_promote(self, *, gated: bool, grouped: bool, capability: int) -> bool:
-        """Checks if rows are chosen as for float32 results, which may need promoted sums.
-
-        Results must show the last bits of the sums. On Hopper there must also be few rows, or two
-        weights: see ``cuda/dispatch/compiled.cc``.
-        """
-        is_half = ALL_ARITHMETIC[self.algorithm].a.bytes == 2
+    @property
+    def shows_sums(self) -> bool:
+        """Returns true if results show the last bits of the sums, as ``decode_program`` of C++."""
         is_wide = self.reduces or any(x.dtype.itemsize > 2 for x in self.program.matrices)
-        has_rows = gated or (not grouped and (self.is_few or capability != 90))
-        return is_half and has_rows and is_wide and self.program.shows_sums
+        return is_wide and self.program.shows_sums
 
     def _attributes(self, spec: CompiledSpec) -> dict[str, Any]:
         """Returns the ``CompiledAttributes`` of ``cuda/ffi/compiled.cc``."""

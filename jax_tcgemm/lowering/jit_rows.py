@@ -83,11 +83,6 @@ def ranked_rows(
         True,
         device["sm_count"],
         device["shared_memory_per_block"],
-        float32_result=call.may_promote(
-            gated=spec.is_gated,
-            grouped=is_grouped,
-            capability=device["compute_capability"],
-        ),
         compute_capability=device["compute_capability"],
         layout=call.layout,
         workspace_bytes=call.workspace_bytes,
@@ -99,6 +94,7 @@ def ranked_rows(
         row_alignment_b=row_alignment(gemm, "b", itemsize),
         compiled=True,
         reduces=call.reduces,
+        shows_sums=call.shows_sums,
     )
     return _core.rank_configs(
         choice,
