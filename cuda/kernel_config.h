@@ -204,6 +204,9 @@ struct KernelConfig {
   constexpr int warp_buffer_bytes() const {
     return arch == Arch::kSm90 ? staging_bytes() / 4 : slab_bytes();
   }
+  // Checks if such a function finds its operands in that buffer, copied ahead. It reads others in
+  // place: the ring of mma.sync kernels uses cp.async while their epilogue runs.
+  constexpr bool stages_operands() const { return arch == Arch::kSm90 && !skinny && !streams_b(); }
   constexpr int output_bytes() const {
     if (arch != Arch::kSm90) return consumer_warps() * slab_bytes();
     // Sums of all other blocks that share a tile, and the slab for this block's share.

@@ -21,7 +21,9 @@ _KINDS = {
     "swapped": lambda row: row.swap_ab,
     "skinny": lambda row: row.skinny,
     "sm80": lambda row: row.arch == "sm80",
-    "others": lambda row: row.arch == "sm90" and not (row.swap_ab or row.skinny),
+    "others": lambda row: (
+        row.arch == "sm90" and not (row.tag == "tf32" or row.swap_ab or row.skinny)
+    ),
 }
 
 

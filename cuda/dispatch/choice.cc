@@ -166,9 +166,8 @@ std::vector<Estimate> with_room(std::vector<Estimate> ranked, int64_t warp_bytes
     return !estimate.choice.entry->config.skinny && warp_room(estimate) < result_bytes;
   };
   const auto has_room = [&](const Estimate& estimate) {
-    const KernelConfig& config = estimate.choice.entry->config;
-    const bool reads_in_place = config.streams_b() || config.skinny || config.arch == Arch::kSm80;
-    return reads_in_place || warp_room(estimate) >= warp_bytes;
+    const bool stages = estimate.choice.entry->config.stages_operands();
+    return !stages || warp_room(estimate) >= warp_bytes;
   };
   std::erase_if(ranked, lacks_room);
   if (std::any_of(ranked.begin(), ranked.end(), has_room))

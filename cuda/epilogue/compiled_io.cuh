@@ -71,12 +71,10 @@ struct CompiledPlan {
   // Long rows are quicker to store, and two stages hide the latency of operands from memory.
   static constexpr Choice choice() {
     if (kConfig.streams_b()) return {has_room(16, 0) ? 16 : 0, 0};
-    // The ring of mma.sync kernels uses cp.async while their epilogue runs.
-    const bool may_stage = kConfig.arch == Arch::kSm90;
     constexpr Choice kChoices[] = {{64, 2}, {32, 2}, {16, 2}, {32, 1}, {16, 1}, {32, 0}, {16, 0}};
     for (const Choice& each : kChoices) {
       const bool divides = kBlockColumns % each.length == 0;
-      const int stages = may_stage ? each.stages : 0;
+      const int stages = kConfig.stages_operands() ? each.stages : 0;
       if (divides && has_room(each.length, stages)) return {each.length, stages};
     }
     return {0, 0};

@@ -18,7 +18,8 @@ class ChoiceInput:
         aligned: whether TMA and ``cp.async`` can address both operands.
         sm_count: the number of streaming multiprocessors.
         shared_memory_per_block: the most shared memory of a block, in bytes.
-        float32_result: whether the result has the wider of its possible types.
+        float32_result: whether the result has the wider of its possible types. For an epilogue that
+            is compiled at run time, ``shows_sums`` takes its place.
         compute_capability: ten times the major number, plus the minor one.
         layout: ``"n"`` or ``"t"`` for each operand, ``"t"`` if it is transposed.
         workspace_bytes: memory for partial results over parts of k.

@@ -247,7 +247,7 @@ def _no_rows_here(spec: CompiledSpec, arithmetic: Arithmetic) -> str | None:
         return None
     if spec.is_gated or spec.is_grouped or spec.scaled or arithmetic.at_run_time:
         return f"no kernel for functions of such products on {other}"
-    return devices.too_old_for(arithmetic)
+    return devices.not_built_for()
 
 
 def _algorithm(a: np.dtype, b: np.dtype, product: GemmSpec) -> str | None:
