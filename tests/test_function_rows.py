@@ -114,6 +114,20 @@ def test_rows_of_two_weights_compile(rng, tmp_path, monkeypatch):
         assert compiler.compile_kernel(text, rows[i].name, layout), rows[i].name
 
 
+def test_elements_of_a_batch_are_read_by_little_code(tmp_path, monkeypatch):
+    """The offset of a batch takes 130 instructions, once for each operand."""
+    monkeypatch.setenv("JAX_TCGEMM_CACHE_DIR", str(tmp_path))
+    values = [jax.ShapeDtypeStruct((96, 64), jnp.float32)] * 5
+    made, _ = function.trace(lambda z, *others: jnp.bfloat16(sum(others, z)), values, 1)
+    translated = translation.translate(made)
+    sizes = []
+    for batch in (False, True):
+        strides = [(0,) * batch + leaf.strides(2) for leaf in translated.leaves]
+        text = jit_source.source_of(translated, strides, 64, batched=batch)
+        sizes.append(len(compiler.compile_kernel(text, "sm90_bf16_64x16x64_s8_c1x1_skinny", "nt")))
+    assert sizes[1] < 2 * sizes[0], sizes
+
+
 @pytest.mark.parametrize("m", [1, 16, 40, 64])
 def test_few_rows_of_two_weights_take_skinny_rows(m):
     rows = _rows(m, 4096, 4096, gated=True)

@@ -35,15 +35,18 @@ struct NarrowIo : CompiledIo<DirectPlan<kConfig, Program>> {
   }
   template <typename T, int kIndex>
   __device__ __forceinline__ MatrixValues<T> rows() const {
-    return loaded<T, kIndex>([&](int i) { return Base::template load<T, kIndex>(m(i), 0); });
+    return loaded<T, kIndex>(
+        [&](int64_t begin, int i) { return Base::template load<T, kIndex>(begin, m(i), 0); });
   }
   template <typename T, int kIndex>
   __device__ __forceinline__ MatrixValues<T> columns() const {
-    return loaded<T, kIndex>([&](int i) { return Base::template load<T, kIndex>(0, n(i)); });
+    return loaded<T, kIndex>(
+        [&](int64_t begin, int i) { return Base::template load<T, kIndex>(begin, 0, n(i)); });
   }
   template <typename T, int kIndex>
   __device__ __forceinline__ MatrixValues<T> matrix() const {
-    return loaded<T, kIndex>([&](int i) { return Base::template load<T, kIndex>(m(i), n(i)); });
+    return loaded<T, kIndex>(
+        [&](int64_t begin, int i) { return Base::template load<T, kIndex>(begin, m(i), n(i)); });
   }
   template <typename T, int kIndex>
   __device__ __forceinline__ void write(const ValueOf<T> (&value)[kChunkValues]) const {
@@ -58,10 +61,11 @@ struct NarrowIo : CompiledIo<DirectPlan<kConfig, Program>> {
 
  private:
   template <typename T, int kIndex, typename Load>
-  static __device__ __forceinline__ MatrixValues<T> loaded(Load&& load) {
+  __device__ __forceinline__ MatrixValues<T> loaded(Load&& load) const {
+    const int64_t begin = Base::template batch_begin<kIndex>();
     MatrixValues<T> values;
 #pragma unroll
-    for (int i = 0; i < kChunkValues; ++i) values[i] = load(i);
+    for (int i = 0; i < kChunkValues; ++i) values[i] = load(begin, i);
     return values;
   }
 };
