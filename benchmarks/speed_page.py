@@ -67,6 +67,27 @@ _CASES = (
     ("precise", "f32 nn 4096x4096x4096 highest"),
 )
 
+_MODELS = {
+    "gpt2 train": "GPT-2 XL, 4 layers, 4 x 1024 tokens (transformers), training",
+    "bert train": "BERT large, 4 layers (transformers), training",
+    "llama train": "Llama, 3 layers of 2048 / 5504, 4 x 1024 tokens (transformers), training",
+    "llama prefill": "the same Llama, prefill",
+    "llama decode 16": "the same Llama, cache of 1024, decoding, batch 16",
+    "llama decode 1": "the same, batch 1",
+    "mistral decode 16": "Mistral 7B, 2 layers, cache of 1024 (transformers), decoding, batch 16",
+    "vit train": "ViT base, 6 layers (linen), training",
+    "vit scanned train": "the same ViT, scanned with remat",
+    "gqa train": "Gemma 3 1B, 4 layers, grouped queries (NNX), training",
+    "gqa decode 16": "the same Gemma, cache of 1024, decoding, batch 16",
+    "gqa decode 1": "the same, batch 1",
+    "llama3 decode 16": "Llama 3 8B, 2 layers, cache of 1024 (NNX), decoding, batch 16",
+    "equinox train": "transformer of Equinox's layers, training",
+    "haiku train": "transformer of Haiku's layers, training",
+    "keras train": "transformer of Keras's layers, training",
+    "unet train": "UNet of Stable Diffusion 1.5, 64 x 64 (diffusers), training",
+    "experts train": "eight experts by `lax.ragged_dot`, 2 layers, training",
+}
+
 _INTRODUCTION = """\
 # Speed
 
@@ -84,6 +105,16 @@ All figures are XLA's time divided by ours: above 1, this package is faster.
   those of medium ones by 0.07 and of gated ones by 0.05.
 """
 
+
+_OF_MODELS = """\
+## Unchanged public models through `fuse` (H200)
+
+bfloat16, all defaults, an empty cache, a process for each model. Steps are wall times, `jax.jit`
+alone and `fuse` by turns, at commit {commits}. "First" marks what ran first in its process. Its
+first result includes the start of cuBLAS and of XLA's autotuner, 1 to 2 s. Temporaries are the
+memory that a step needs beside arguments and results. [fusion.md](fusion.md#how-fast) explains the
+figures.
+"""
 
 # As docs/themed_pictures.py expects it; GitHub shows it as well.
 _PICTURE = """\
@@ -103,16 +134,20 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
 
 
-def _suites(results: dict[str, Any]) -> Iterator[Sequence[str]]:
+def _commits(results: dict[str, Any], suite: str) -> str:
     default = results["header"]["commit"]
+    rows = [row for row in results["rows"] if row["suite"] == suite]
+    return ", ".join(sorted({row.get("commit", default) for row in rows}))
+
+
+def _suites(results: dict[str, Any]) -> Iterator[Sequence[str]]:
     for suite, text in _SUITES.items():
         rows = [row for row in results["rows"] if row["suite"] == suite and row["ratio"]]
         if rows:
             ratios = [row["ratio"] for row in rows]
-            commits = sorted({row.get("commit", default) for row in rows})
             few = sum(ratio < 0.97 for ratio in ratios)
             numbers = (f"{_mean(ratios):.2f}", f"{min(ratios):.3f}", f"{few} of {len(ratios)}")
-            yield (f"`{suite}`", text, *numbers, ", ".join(commits))
+            yield (f"`{suite}`", text, *numbers, _commits(results, suite))
 
 
 def _cases(results: dict[str, Any]) -> Iterator[Sequence[str]]:
@@ -124,12 +159,20 @@ def _cases(results: dict[str, Any]) -> Iterator[Sequence[str]]:
         yield (row["case"], *times, f"{row['ratio']:.2f}", f"{sustained:.2f}" if sustained else "")
 
 
+_WAYS = ("jit", "fuse")
+
+
 def _models(results: dict[str, Any]) -> Iterator[Sequence[str]]:
-    for row in results["rows"]:
-        if row["suite"] == "models":
-            times = (f"{row['jit_ms']:.2f}", f"{row['fuse_ms']:.2f}", f"{row['ratio']:.2f}")
-            first = f"{row['jit_first_s']:.1f}", f"{row['fuse_first_s']:.1f}"
-            yield (row["case"], *times, *first)
+    found = {row["case"]: row for row in results["rows"] if row["suite"] == "models"}
+    for case, text in _MODELS.items():
+        row = found.pop(case)
+        times = (f"{row['jit_ms']:.2f}", f"{row['fuse_ms']:.2f}", f"{row['ratio']:.2f}")
+        first = [
+            f"{row[f'{way}_first_s']:.1f}" + ", first" * (row["first"] == way) for way in _WAYS
+        ]
+        temporaries = [f"{row[f'{way}_temporaries'] * 1e-6:.0f}" for way in _WAYS]
+        yield (text, *times, *first, *temporaries)
+    assert not found, f"no description of {[*found]}"
 
 
 def page() -> str:
@@ -151,11 +194,9 @@ def page() -> str:
     )
     parts.append(_PICTURE)
     parts.append(_table(head, list(_cases(of["H200"]))))
-    parts.append(
-        "## Unchanged public models through `fuse` (H200)\n\nWall time of a step. "
-        "[fusion.md](fusion.md) explains the figures.\n"
-    )
-    head = ("step", "`jax.jit`, ms", "`fuse`, ms", "ratio", "first result, s", "with `fuse`, s")
+    parts.append(_OF_MODELS.format(commits=_commits(of["H200"], "models")))
+    head = ("step", "`jit`, ms", "`fuse`, ms", "ratio", "first result, s: `jit`", "`fuse`")
+    head += ("temporaries, MB: `jit`", "`fuse`")
     parts.append(_table(head, list(_models(of["H200"]))))
     return "\n".join(parts)
 
