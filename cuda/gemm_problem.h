@@ -29,7 +29,7 @@ struct GemmProblem {
   int64_t workspace_bytes;
   int64_t padding_bytes;    // for copies or planes; 0: unaligned operands are not copied
   std::string_view config;  // a row's name, or empty: choose
-  Grouped grouped;          // for products with a compiled epilogue
+  Grouped grouped;          // which extents the groups divide, see dispatch/ragged.h
   bool beside_collectives;  // the program runs on several devices: see LaunchRequest
 
   bool aligned() const { return aligned_a && aligned_b; }

@@ -12,8 +12,6 @@
 #include "dispatch/launch.h"
 #include "dispatch/parts.h"
 #include "dispatch/program_library.h"
-#include "dispatch/ragged.h"
-#include "dispatch/time_correction.h"
 #include "sm90/output/output_tile.h"
 #include "sm90/tensor_maps.h"
 #include "sm90/tma_descriptor.h"
@@ -21,15 +19,10 @@
 namespace jax_tcgemm {
 namespace {
 
-// Checks if a row computes the problem as D^T.
-bool swaps_operands(const GemmProblem& problem, const KernelConfig& config) {
-  return sm90::swaps_operands(config, problem.major_a, problem.major_b, problem.params.m,
-                              problem.params.n);
-}
-
 // Returns the layouts of A and B; for a skinny row, of the operands that the kernel calls A and B.
 std::string layout_name(const GemmProblem& problem, const KernelConfig& config) {
-  const bool swaps = config.skinny && swaps_operands(problem, config);
+  const bool swaps = config.skinny && sm90::swaps_operands(config, problem.major_a, problem.major_b,
+                                                           problem.params.m, problem.params.n);
   const bool k_major_a = (swaps ? problem.major_b : problem.major_a) == Major::kK;
   const bool k_major_b = (swaps ? problem.major_a : problem.major_b) == Major::kK;
   return std::string{k_major_a ? 'n' : 't', k_major_b ? 't' : 'n'};
@@ -38,29 +31,11 @@ std::string layout_name(const GemmProblem& problem, const KernelConfig& config) 
 ChoiceInput compiled_input(const GemmProblem& problem, const EpilogueProgram& program,
                            const DeviceProperties& device) {
   const GemmParams& p = problem.params;
-  ChoiceInput input = {};
-  input.algorithm = problem.algorithm;
-  input.grouped = problem.grouped;
-  // The host does not know the groups' sizes, so all count as equal, with a row at least.
-  const bool has_groups = input.grouped == Grouped::kM;
-  input.m = has_groups ? ceil_div(p.m, p.batch) : p.m;
-  input.n = p.n;
-  input.k = p.k;
-  input.batch = has_groups ? std::min(p.m, p.batch) : p.batch;
-  input.aligned = problem.aligned();
-  input.tma_addressable = problem.tma_addressable();
-  input.major_a = problem.major_a;
-  input.major_b = problem.major_b;
+  ChoiceInput input = choice_input(problem, device, 0);
+  if (problem.grouped == Grouped::kM) input.batch = std::min(p.m, p.batch);  // with a row each
   input.epilogue = EpilogueWork::kAny;
-  input.gated = p.epilogue.gated;
-  input.compute_capability = device.compute_capability;
-  input.sm_count = device.sm_count;
-  input.shared_memory_per_block = device.shared_memory_per_block;
-  input.max_cluster_size = device.max_cluster_size.load(std::memory_order_relaxed);
-  input.batch_rank = p.batch_rank;
-  input.workspace_bytes = problem.workspace_bytes;
-  input.row_alignment_a = row_alignment(p.a, problem.algorithm);
-  input.row_alignment_b = row_alignment(p.b, problem.algorithm);
+  input.d_by_tma = true;        // threads write the results, in any layout
+  input.run_time_rows = false;  // every kernel is compiled
   input.compiled = true;
   input.reduces = program.reduces;
   input.d_type = d_type_for_function(input, program.shows_sums);
@@ -115,7 +90,7 @@ Status choose(const EpilogueProgram& program, const GemmProblem& problem, const 
     JAX_TCGEMM_RETURN_IF_ERROR(find_or_make_kernel(program, key, lock, loaded, &kernel));
     if (row.has_fixup) {
       GemmParams params = problem.params;
-      JAX_TCGEMM_RETURN_IF_ERROR(set_tile_order(config, swaps_operands(problem, config), &params));
+      JAX_TCGEMM_RETURN_IF_ERROR(set_tile_order(problem, config, &params));
       params.batch = parts_of_k(params.k, config, row.splits).count;
       if (!fits_at_once(config, &kernel->made.handle, params, device)) continue;
     }
@@ -212,12 +187,7 @@ Status run_compiled(GemmProblem problem, const CompiledParams& params,
     CompiledParams complete = params;
     // Skinny rows with few sums then promote them, which costs no time.
     if (config.skinny) complete.epilogue.d_type = ElementType::kF32;
-    if (config.grouped == Grouped::kM) {
-      JAX_TCGEMM_RETURN_IF_ERROR(check_ragged_tiles(complete, config));
-    } else {
-      JAX_TCGEMM_RETURN_IF_ERROR(
-          set_tile_order(config, swaps_operands(problem, config), &complete));
-    }
+    JAX_TCGEMM_RETURN_IF_ERROR(set_tile_order(problem, config, &complete));
     if (chosen.kernel->key.adds_parts) {
       add_up_in_workspace(parts_of_k(params.k, config, chosen.splits), problem.workspace,
                           &complete);

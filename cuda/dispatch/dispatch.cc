@@ -1,17 +1,15 @@
 #include "dispatch/dispatch.h"
 
 #include <algorithm>
-#include <iterator>
 #include <limits>
 
 #include "common/ceil_div.h"
-#include "common/saturating.h"
 #include "dispatch/choice.h"
 #include "dispatch/launch.h"
 #include "dispatch/operand_copies.h"
 #include "dispatch/parts.h"
+#include "dispatch/ragged.h"
 #include "dispatch/run_time_row.h"
-#include "dispatch/sm90_time_model.h"
 #include "epilogue/work.h"
 #include "passes/sum_splits.h"
 #include "shared_limits.h"
@@ -28,6 +26,7 @@ Status find_kernel(const GemmProblem& problem, const DeviceProperties& device, i
   const ChoiceInput input = choice_input(problem, device, used);
   *choice = named_or_chosen(problem.config, input);
   JAX_TCGEMM_REQUIRE(choice->entry != nullptr, "no kernel for m=", p.m, " n=", p.n, " k=", p.k,
+                     " batch=", p.batch, " grouped=", static_cast<int>(problem.grouped),
                      " aligned=", problem.aligned(), " gated=", p.epilogue.gated, " within ",
                      device.shared_memory_per_block, " bytes of shared memory and clusters of ",
                      input.max_cluster_size, " blocks on ", device.name);
@@ -62,9 +61,7 @@ Status launch(GemmProblem* problem, const Choice& choice, const DeviceProperties
   GemmParams& params = problem->params;
   const KernelEntry& entry = *choice.entry;
   const KernelConfig config = choice.config();
-  const bool swap_ab =
-      sm90::swaps_operands(config, problem->major_a, problem->major_b, params.m, params.n);
-  JAX_TCGEMM_RETURN_IF_ERROR(set_tile_order(config, swap_ab, &params));
+  JAX_TCGEMM_RETURN_IF_ERROR(set_tile_order(*problem, config, &params));
   sm90::TensorMaps maps;
   if (config.arch == Arch::kSm90) {
     JAX_TCGEMM_RETURN_IF_ERROR(sm90::encode_tensor_maps(*problem, config, &maps));
@@ -116,11 +113,16 @@ Status run_choice(GemmProblem problem, const Choice& choice, char* workspace,
 ChoiceInput choice_input(const GemmProblem& problem, const DeviceProperties& device, int64_t used) {
   const GemmParams& p = problem.params;
   const bool of_planes = p.planes.count > 0;
+  int64_t m = p.m, k = p.k;
+  // The host does not know the groups' sizes, so all count as equal.
+  if (problem.grouped == Grouped::kM) m = ceil_div(m, p.batch);
+  if (problem.grouped == Grouped::kK) k = ceil_div(k, p.batch);
+  if (of_planes) k = k / p.planes.count * problem.planes->products;
   return {
       .algorithm = problem.algorithm,
-      .m = p.m,
+      .m = m,
       .n = p.n,
-      .k = of_planes ? p.k / p.planes.count * problem.planes->products : p.k,
+      .k = k,
       .batch = p.batch,
       .aligned = problem.aligned(),
       .tma_addressable = problem.tma_addressable() && p.batch_rank <= kMaxTmaBatchRank,
@@ -135,7 +137,7 @@ ChoiceInput choice_input(const GemmProblem& problem, const DeviceProperties& dev
       .shared_memory_per_block = device.shared_memory_per_block,
       .max_cluster_size = device.max_cluster_size.load(std::memory_order_relaxed),
       .batch_rank = p.batch_rank,
-      .grouped = Grouped::kNone,
+      .grouped = problem.grouped,
       .row_alignment_a = row_alignment(p.a, problem.algorithm),
       .row_alignment_b = row_alignment(p.b, problem.algorithm),
       .d_by_tma = sm90::d_by_tma(problem),
@@ -148,7 +150,10 @@ ChoiceInput choice_input(const GemmProblem& problem, const DeviceProperties& dev
   };
 }
 
-Status set_tile_order(const KernelConfig& config, bool swap_ab, GemmParams* params) {
+Status set_tile_order(const GemmProblem& problem, const KernelConfig& config, GemmParams* params) {
+  if (problem.grouped != Grouped::kNone) return check_ragged_tiles(*params, config);
+  const bool swap_ab =
+      sm90::swaps_operands(config, problem.major_a, problem.major_b, params->m, params->n);
   const int64_t group_rows = config.arch == Arch::kSm90 ? 2048 : 1024;
   const int64_t rows = config.output_m() * config.cluster_m;
   const int64_t tiles_m = ceil_div(swap_ab ? params->n : params->m, rows);

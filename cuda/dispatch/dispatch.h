@@ -16,9 +16,10 @@ namespace jax_tcgemm {
 // Returns the facts on which the choice of a row depends; `used` bytes of the workspace are taken.
 ChoiceInput choice_input(const GemmProblem& problem, const DeviceProperties& device, int64_t used);
 
-// Sets the tile order: groups of a fixed number of rows of D, whatever the tile. The blocks of one
-// wave then read few enough rows of A and columns of B to share them in L2.
-Status set_tile_order(const KernelConfig& config, bool swap_ab, GemmParams* params);
+// Sets the tile order: bands of a fixed number of rows of D, whatever the tile. The blocks of one
+// wave then read few enough rows of A and columns of B to share them in L2. The device orders the
+// tiles of groups, so the function only checks how many there may be.
+Status set_tile_order(const GemmProblem& problem, const KernelConfig& config, GemmParams* params);
 
 // Checks if a launch failed because the device has no room for a cluster of this row. If so, it
 // notes that in `device`, and later choices are among rows with smaller clusters.

@@ -9,7 +9,7 @@
 #include "common/saturating.h"
 #include "common/status.h"
 #include "dispatch/device.h"
-#include "dispatch/ragged.h"
+#include "dispatch/dispatch.h"
 #include "ffi/algorithm_names.h"
 #include "ffi/attributes.h"
 #include "ffi/element_types.h"
@@ -148,6 +148,7 @@ Status decode_shape(const RaggedAttributes& at, GemmProblem* problem) {
                      "groups of k have no epilogue");
   problem->algorithm = *algorithm;
   problem->config = at.config;
+  problem->grouped = at.depth ? Grouped::kK : Grouped::kM;
   GemmParams& p = problem->params;
   p.m = static_cast<int32_t>(at.m);
   p.n = static_cast<int32_t>(at.n);
@@ -156,8 +157,6 @@ Status decode_shape(const RaggedAttributes& at, GemmProblem* problem) {
   p.batch_rank = 1;
   return Status();
 }
-
-Grouped grouped_of(const RaggedAttributes& at) { return at.depth ? Grouped::kK : Grouped::kM; }
 
 Status decode_and_run(ffi::RemainingArgs& operands, ffi::RemainingRets& results,
                       const RaggedAttributes& at, int32_t ordinal, cudaStream_t stream) {
@@ -170,10 +169,10 @@ Status decode_and_run(ffi::RemainingArgs& operands, ffi::RemainingRets& results,
       decode_epilogue(operands, results, at, problem.algorithm, &problem.params.epilogue));
   const DeviceProperties* device = nullptr;
   JAX_TCGEMM_RETURN_IF_ERROR(get_device_properties(ordinal, &device));
-  return run_ragged(problem, grouped_of(at), *device, stream);
+  return run_gemm(problem, *device, stream);
 }
 
-// Begins to compile the kernel for the process's current GPU, like decode_and_begin of gemm.cc.
+// Begins to compile the kernel for the process's current GPU, like begin_kernels of gemm.cc.
 Status decode_and_begin(const RaggedAttributes& at, ffi::RemainingRets& results) {
   if (is_measured(at.config)) return Status();
   int ordinal = 0;
@@ -197,7 +196,7 @@ Status decode_and_begin(const RaggedAttributes& at, ffi::RemainingRets& results)
   JAX_TCGEMM_RETURN_IF_ERROR(decode_activation(at.activation, &epilogue.activation));
   const DeviceProperties* device = nullptr;
   JAX_TCGEMM_RETURN_IF_ERROR(get_device_properties(ordinal, &device));
-  begin_ragged(problem, grouped_of(at), *device);
+  begin_gemm(problem, *device);
   return Status();
 }
 
