@@ -16,6 +16,9 @@ constexpr int kVectorColumns = 4;
 // Workspace for the flags of blocks that add up parts of k themselves: see sm90::has_fixup.
 constexpr int kFixupFlagBytes = 8192;
 
+// Blocks along the grid's second and third dimension.
+constexpr int kMaxGridRows = 65535;
+
 // Batch dimensions that a TMA descriptor can have in addition to a matrix's two.
 constexpr int kMaxTmaBatchRank = 3;
 

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "common/ceil_div.h"
+#include "common/driver.h"
 #include "dispatch/choice.h"
 #include "dispatch/dispatch.h"
 #include "dispatch/launch.h"
@@ -171,16 +172,15 @@ Status prepare_compiled(const GemmProblem& problem, const EpilogueProgram& progr
 Status run_compiled(GemmProblem problem, const CompiledParams& params,
                     const EpilogueProgram& program, const DeviceProperties& device,
                     cudaStream_t stream) {
-  cudaStreamCaptureStatus capturing = cudaStreamCaptureStatusNone;
-  JAX_TCGEMM_CUDA_CHECK(cudaStreamIsCapturing(stream, &capturing), "asking for a capture");
-  const bool may_compile = capturing == cudaStreamCaptureStatusNone;
+  bool capturing = false;
+  JAX_TCGEMM_RETURN_IF_ERROR(is_captured(stream, &capturing));
   const auto loaded = loaded_program(program);
   for (;;) {
     LoadedProgram::Chosen chosen = {};
     {
       std::unique_lock<std::mutex> lock(loaded->mutex);
       JAX_TCGEMM_RETURN_IF_ERROR(
-          find_or_choose(program, problem, device, may_compile, &lock, loaded.get(), &chosen));
+          find_or_choose(program, problem, device, !capturing, &lock, loaded.get(), &chosen));
     }
     const KernelEntry& entry = *chosen.kernel->key.entry;
     const KernelConfig& config = entry.config;

@@ -4,6 +4,7 @@
 #include <mutex>
 
 #include "common/ceil_div.h"
+#include "common/driver.h"
 #include "common/saturating.h"
 #include "dispatch/program_library.h"
 
@@ -36,14 +37,14 @@ Status prepare_pass(const EpilogueProgram& program, const DeviceProperties& devi
 Status run_pass(const CompiledParams& params, const EpilogueProgram& program,
                 const DeviceProperties& device, cudaStream_t stream) {
   JAX_TCGEMM_RETURN_IF_ERROR(check_pass(device));
-  cudaStreamCaptureStatus capturing = cudaStreamCaptureStatusNone;
-  JAX_TCGEMM_CUDA_CHECK(cudaStreamIsCapturing(stream, &capturing), "asking for a capture");
+  bool capturing = false;
+  JAX_TCGEMM_RETURN_IF_ERROR(is_captured(stream, &capturing));
   const auto loaded = loaded_program(program);
   LoadedKernel* kernel = nullptr;
   {
     std::unique_lock<std::mutex> lock(loaded->mutex);
     kernel = find_kernel(loaded.get(), key_on(device));
-    JAX_TCGEMM_REQUIRE(kernel != nullptr || capturing == cudaStreamCaptureStatusNone,
+    JAX_TCGEMM_REQUIRE(kernel != nullptr || !capturing,
                        "no kernel of this pass is loaded while a graph is captured");
     if (kernel == nullptr) {
       JAX_TCGEMM_RETURN_IF_ERROR(

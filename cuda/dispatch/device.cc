@@ -55,6 +55,14 @@ Status get_device_properties(int ordinal, const DeviceProperties** properties) {
   return Status();
 }
 
+Status current_device(const DeviceProperties** properties) {
+  int ordinal = 0;
+  if (cudaGetDevice(&ordinal) == cudaSuccess) return get_device_properties(ordinal, properties);
+  cudaGetLastError();  // clears the error, or another library's check would report it
+  *properties = nullptr;
+  return Status();
+}
+
 Status check_device(const DeviceProperties& device) {
   JAX_TCGEMM_REQUIRE(device.compute_capability >= 75, device.name, " has compute capability ",
                      device.compute_capability / 10, ".", device.compute_capability % 10,

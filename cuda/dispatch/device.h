@@ -27,6 +27,9 @@ struct DeviceProperties {
 // Reads a device's properties, which live as long as the process.
 Status get_device_properties(int ordinal, const DeviceProperties** properties);
 
+// The same for the process's current GPU; null if there is none.
+Status current_device(const DeviceProperties** properties);
+
 // Returns an error for a GPU that no kernel runs on.
 Status check_device(const DeviceProperties& device);
 

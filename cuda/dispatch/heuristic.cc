@@ -40,9 +40,6 @@ constexpr double kSm90Factor = 1.4;
 constexpr double kSm90StartCycles = 1000.0;
 constexpr double kSm90FusedElementCycles[] = {0.0, 0.06, 0.18};  // of each kind of epilogue
 
-// The limit of a grid's second and third dimension.
-constexpr int64_t kMaxGridRows = 65535;
-
 int blocks_per_sm(const KernelConfig& config, const ChoiceInput& input) {
   const int by_memory = input.shared_memory_per_block / config.shared_memory_bytes();
   return std::clamp(by_memory, 1, 8 * 32 / std::min(256, config.threads()));

@@ -9,6 +9,7 @@
 #include "dispatch/ragged.h"
 #include "epilogue/work.h"
 #include "mma_sync/layouts.h"
+#include "shared_limits.h"
 #include "simt/fallback_tiles.h"
 #include "simt/plain_params.h"
 #include "sm80/direct_params.h"
@@ -193,7 +194,6 @@ cudaError_t launch_fallback(const KernelConfig& config, const KernelHandle& kern
 // Checks if a simt row computes one product of two matrices and nothing else: its kernel for that
 // takes PlainParams.
 bool takes_plain(const KernelConfig& config, const GemmParams& params) {
-  constexpr int64_t kMaxGridRows = 65535;
   return !config.is_fallback() && params.batch == 1 && is_plain(params.epilogue) &&
          ceil_div(params.m, config.tile_m) <= kMaxGridRows;
 }

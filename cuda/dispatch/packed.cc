@@ -8,25 +8,14 @@
 #include <string>
 
 #include "common/ceil_div.h"
+#include "common/driver.h"
 #include "common/saturating.h"
 #include "dispatch/program_library.h"
+#include "shared_limits.h"
 #include "sm90/tma_descriptor.h"
 
 namespace jax_tcgemm {
 namespace {
-
-// The most shared memory of a block on sm_90.
-constexpr int kMostSharedBytes = 227 * 1024;
-// The most blocks along the grid's second and third dimension.
-constexpr int kMostGridY = 65535;
-
-// Kernels cannot be loaded while a graph is captured.
-Status may_load(cudaStream_t stream, bool* result) {
-  cudaStreamCaptureStatus capturing = cudaStreamCaptureStatusNone;
-  JAX_TCGEMM_CUDA_CHECK(cudaStreamIsCapturing(stream, &capturing), "asking for a capture");
-  *result = capturing == cudaStreamCaptureStatusNone;
-  return Status();
-}
 
 const char* name_of(PackedFormat format) {
   switch (format) {
@@ -64,7 +53,7 @@ std::string source_of(const PackedConfig& c) {
 
 // Finds the kernel, whose program is that of the configuration if `program` is empty.
 Status find(const PackedConfig& config, std::string_view digest, std::string_view program_text,
-            const char* layout, bool may_make, std::shared_ptr<LoadedProgram>* loaded,
+            const char* layout, bool capturing, std::shared_ptr<LoadedProgram>* loaded,
             LoadedKernel** kernel) {
   const std::string source = source_of(config);
   if (!program_text.empty()) {
@@ -77,7 +66,8 @@ Status find(const PackedConfig& config, std::string_view digest, std::string_vie
   std::unique_lock<std::mutex> lock((*loaded)->mutex);
   *kernel = find_kernel(loaded->get(), {nullptr, layout});
   if (*kernel != nullptr) return Status();
-  JAX_TCGEMM_REQUIRE(may_make, "no kernel for packed weights is loaded while a graph is captured");
+  JAX_TCGEMM_REQUIRE(!capturing,
+                     "no kernel for packed weights is loaded while a graph is captured");
   return find_or_make_kernel(program, {nullptr, layout}, &lock, loaded->get(), kernel);
 }
 
@@ -99,7 +89,8 @@ Status check_packed(const PackedConfig& c) {
   JAX_TCGEMM_REQUIRE(is_one_of(c.group, {32, 64, 128, c.stage_k()}), "group=", c.group);
   JAX_TCGEMM_REQUIRE(1 < c.stages && c.stages <= 32, "stages=", c.stages);
   JAX_TCGEMM_REQUIRE(1 <= c.blocks_on_sm && c.blocks_on_sm <= 16, "blocks=", c.blocks_on_sm);
-  JAX_TCGEMM_REQUIRE(c.shared_bytes() <= kMostSharedBytes, c.shared_bytes(), " bytes a block");
+  JAX_TCGEMM_REQUIRE(c.shared_bytes() <= KernelConfig::kMaxSharedMemoryBytes, c.shared_bytes(),
+                     " bytes a block");
   return Status();
 }
 
@@ -126,17 +117,17 @@ Status prepare_unpack(const PackedConfig& config, std::string_view digest) {
 }
 
 Status run_unpack(const UnpackProblem& problem, cudaStream_t stream) {
-  bool may_make = false;
-  JAX_TCGEMM_RETURN_IF_ERROR(may_load(stream, &may_make));
+  bool capturing = false;
+  JAX_TCGEMM_RETURN_IF_ERROR(is_captured(stream, &capturing));
   std::shared_ptr<LoadedProgram> loaded;
   LoadedKernel* kernel = nullptr;
   JAX_TCGEMM_RETURN_IF_ERROR(
-      find(problem.config, problem.digest, {}, kUnpackLayout, may_make, &loaded, &kernel));
+      find(problem.config, problem.digest, {}, kUnpackLayout, capturing, &loaded, &kernel));
   UnpackParams params = problem.params;
   const int64_t columns = ceil_div(int64_t{params.k_tiles}, int64_t{kUnpackTiles});
   const int64_t rows = ceil_div(int64_t{params.n}, int64_t{kPackedTile});
-  JAX_TCGEMM_REQUIRE(rows <= kMostGridY && problem.batch <= kMostGridY, columns, " x ", rows, " x ",
-                     problem.batch, " blocks");
+  JAX_TCGEMM_REQUIRE(rows <= kMaxGridRows && problem.batch <= kMaxGridRows, columns, " x ", rows,
+                     " x ", problem.batch, " blocks");
   cudaLaunchConfig_t launch = {};
   launch.gridDim = dim3(static_cast<unsigned>(columns), static_cast<unsigned>(rows),
                         static_cast<unsigned>(problem.batch));
@@ -150,12 +141,12 @@ Status run_unpack(const UnpackProblem& problem, cudaStream_t stream) {
 
 Status run_packed(const PackedProblem& problem, cudaStream_t stream) {
   const PackedConfig& config = problem.config;
-  bool may_make = false;
-  JAX_TCGEMM_RETURN_IF_ERROR(may_load(stream, &may_make));
+  bool capturing = false;
+  JAX_TCGEMM_RETURN_IF_ERROR(is_captured(stream, &capturing));
   std::shared_ptr<LoadedProgram> loaded;
   LoadedKernel* kernel = nullptr;
   JAX_TCGEMM_RETURN_IF_ERROR(find(config, problem.digest, problem.program,
-                                  layout_of(problem.program), may_make, &loaded, &kernel));
+                                  layout_of(problem.program), capturing, &loaded, &kernel));
   const void* const function = kernel->made.handle.function;
   PackedParams params = problem.params;
   sm90::TensorMap x;
@@ -172,8 +163,8 @@ Status run_packed(const PackedProblem& problem, cudaStream_t stream) {
   params.token_tiles = config.is_ragged ? 1 : ceil_div(params.m, config.tokens);
   const int64_t tiles = ceil_div(int64_t{params.n}, int64_t{config.columns()});
   const int64_t blocks = mul_sat(mul_sat(tiles, params.token_tiles), config.split_k);
-  JAX_TCGEMM_REQUIRE(blocks <= std::numeric_limits<int32_t>::max() && grid_y <= kMostGridY, blocks,
-                     " x ", grid_y, " blocks");
+  JAX_TCGEMM_REQUIRE(blocks <= std::numeric_limits<int32_t>::max() && grid_y <= kMaxGridRows,
+                     blocks, " x ", grid_y, " blocks");
   cudaLaunchConfig_t launch = {};
   launch.gridDim = dim3(static_cast<unsigned>(blocks), static_cast<unsigned>(grid_y));
   launch.blockDim = dim3(config.threads());

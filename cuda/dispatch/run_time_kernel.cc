@@ -6,6 +6,8 @@
 #include <mutex>
 #include <utility>
 
+#include "common/driver.h"
+
 namespace jax_tcgemm {
 namespace {
 
@@ -25,18 +27,6 @@ Slot& slot() {
 Compiler current_compiler() {
   const std::lock_guard<std::mutex> lock(slot().mutex);
   return slot().compiler;
-}
-
-// Finds a function of the driver, without linking to the driver.
-template <typename Function>
-Status find_driver_function(const char* name, Function* function) {
-  void* found = nullptr;
-  cudaDriverEntryPointQueryResult query;
-  JAX_TCGEMM_CUDA_CHECK(
-      cudaGetDriverEntryPointByVersion(name, &found, 12000, cudaEnableDefault, &query), name);
-  JAX_TCGEMM_REQUIRE(query == cudaDriverEntryPointSuccess, "the driver has no ", name);
-  *function = reinterpret_cast<Function>(found);
-  return Status();
 }
 
 Status load(const std::string& cubin, std::string_view row, RunTimeKernel* kernel) {

@@ -12,6 +12,7 @@
 #include <thread>
 #include <utility>
 
+#include "common/driver.h"
 #include "dispatch/choice.h"
 #include "dispatch/device.h"
 #include "dispatch/run_time_kernel.h"
@@ -128,9 +129,9 @@ KernelHandle* find(const Known& known) {
 // Runs `load`, on another thread if this one captures a graph: a capturing thread cannot load code.
 template <typename Load>
 Status beside_capture(const LaunchRequest& request, Load&& load) {
-  cudaStreamCaptureStatus capturing = cudaStreamCaptureStatusNone;
-  JAX_TCGEMM_CUDA_CHECK(cudaStreamIsCapturing(request.stream, &capturing), "asking for a capture");
-  if (capturing == cudaStreamCaptureStatusNone) return load();
+  bool capturing = false;
+  JAX_TCGEMM_RETURN_IF_ERROR(is_captured(request.stream, &capturing));
+  if (!capturing) return load();
   Status status;
   std::thread([&] {
     const cudaError_t error = cudaSetDevice(request.device.ordinal);
@@ -174,7 +175,9 @@ KernelHandle* row_kernel(const KernelEntry& entry, const LaunchRequest& request)
   }
   const std::lock_guard<std::mutex> lock(all.mutex);
   // If two threads have made the kernel, the first one stays.
-  return &all.kernels.emplace(known, fresh).first->second.handle;
+  const auto [place, is_first] = all.kernels.emplace(known, fresh);
+  if (!is_first) unload(fresh);
+  return &place->second.handle;
 }
 
 }  // namespace jax_tcgemm

@@ -330,6 +330,7 @@ NB_MODULE(_core, module) {
   module.attr("FEW_ROWS") = kFewRows;
   module.attr("MAX_BATCH_RANK") = kMaxBatchRank;
   module.attr("MAX_TMA_BATCH_RANK") = kMaxTmaBatchRank;
+  module.attr("MAX_GRID_ROWS") = kMaxGridRows;
   module.attr("PLANE_TILE_K") = kPlaneTileK;
   module.attr("SPLIT_STATE_BYTES") = kSplitStateBytes;
   module.attr("MAX_COMPILED_OPERANDS") = kMaxCompiledOperands;

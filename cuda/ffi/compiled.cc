@@ -228,11 +228,9 @@ Status decode_compiled(const CompiledAttributes& at, ffi::RemainingArgs& operand
 }
 
 Status prepare_rows(const CompiledAttributes& at, int64_t rows, int64_t workspace_bytes) {
-  int ordinal = 0;
-  if (cudaGetDevice(&ordinal) != cudaSuccess) {
-    cudaGetLastError();
-    return Status();
-  }
+  const DeviceProperties* device = nullptr;
+  JAX_TCGEMM_RETURN_IF_ERROR(current_device(&device));
+  if (device == nullptr) return Status();
   CompiledAttributes part = at;
   part.m = rows;
   GemmProblem problem = {};
@@ -240,8 +238,6 @@ Status prepare_rows(const CompiledAttributes& at, int64_t rows, int64_t workspac
   if (is_empty(problem)) return Status();
   problem.workspace_bytes = workspace_bytes;
   JAX_TCGEMM_RETURN_IF_ERROR(decode_layouts(gemm_attributes(part), &problem));
-  const DeviceProperties* device = nullptr;
-  JAX_TCGEMM_RETURN_IF_ERROR(get_device_properties(ordinal, &device));
   EpilogueProgram program;
   JAX_TCGEMM_RETURN_IF_ERROR(decode_program(part, &program));
   return prepare_compiled(problem, program, *device);

@@ -75,14 +75,9 @@ ffi::Error compiled_pass(cudaStream_t stream, int32_t ordinal, ffi::RemainingArg
 }
 
 Status prepare(const PassAttributes& at) {
-  int ordinal = 0;
-  if (cudaGetDevice(&ordinal) != cudaSuccess) {
-    cudaGetLastError();
-    return Status();
-  }
   const DeviceProperties* device = nullptr;
-  JAX_TCGEMM_RETURN_IF_ERROR(get_device_properties(ordinal, &device));
-  return prepare_pass({at.digest, at.source}, *device);
+  JAX_TCGEMM_RETURN_IF_ERROR(current_device(&device));
+  return device == nullptr ? Status() : prepare_pass({at.digest, at.source}, *device);
 }
 
 // XLA may pass buffers without addresses, or none.

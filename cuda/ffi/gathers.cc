@@ -7,6 +7,7 @@
 
 #include <cstdint>
 
+#include "common/saturating.h"
 #include "common/status.h"
 #include "ffi/attributes.h"
 #include "ffi/handlers.h"
@@ -34,7 +35,7 @@ Status begin_gather(const GathersAttributes& at, const ffi::AnyBuffer& shard,
                     const ffi::AnyBuffer& rows, int64_t run, int32_t ordinal) {
   const auto shard_bytes = static_cast<int64_t>(shard.size_bytes());
   const auto bytes = static_cast<int64_t>(rows.size_bytes());
-  JAX_TCGEMM_REQUIRE(at.group_size >= 2 && bytes == shard_bytes * at.group_size, bytes,
+  JAX_TCGEMM_REQUIRE(at.group_size >= 2 && bytes == mul_sat(shard_bytes, at.group_size), bytes,
                      " bytes for the rows of ", at.group_size, " devices with ", shard_bytes,
                      " bytes each");
   Gathers::of_device(ordinal).begin(

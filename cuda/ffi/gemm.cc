@@ -161,11 +161,9 @@ XLA_FFI_DEFINE_HANDLER(
 Status begin_kernels(const GemmAttributes& at, ffi::RemainingRets& results) {
   const auto algorithm = algorithm_from_name(at.algorithm);
   if (is_measured(at.config)) return Status();
-  int ordinal = 0;
-  if (!algorithm.has_value() || cudaGetDevice(&ordinal) != cudaSuccess) {
-    cudaGetLastError();
-    return Status();
-  }
+  const DeviceProperties* device = nullptr;
+  JAX_TCGEMM_RETURN_IF_ERROR(current_device(&device));
+  if (!algorithm.has_value() || device == nullptr) return Status();
   GemmProblem problem = {};
   problem.algorithm = *algorithm;
   problem.config = at.config;
@@ -181,8 +179,6 @@ Status begin_kernels(const GemmAttributes& at, ffi::RemainingRets& results) {
   JAX_TCGEMM_RETURN_IF_ERROR(decode_layouts(at, &problem));
   problem.params.epilogue.d_type = arithmetic_of(*algorithm).output;
   JAX_TCGEMM_RETURN_IF_ERROR(expect_epilogue(at, results, &problem.params.epilogue));
-  const DeviceProperties* device = nullptr;
-  JAX_TCGEMM_RETURN_IF_ERROR(get_device_properties(ordinal, &device));
   begin_gemm(problem, *device);
   return Status();
 }

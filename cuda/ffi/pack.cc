@@ -11,6 +11,7 @@
 #include "ffi/operands.h"
 #include "ffi/packed_attributes.h"
 #include "passes/pack_values.h"
+#include "shared_limits.h"
 
 namespace jax_tcgemm {
 
@@ -34,8 +35,6 @@ namespace {
 
 // Turns int4 in two's complement into the codes of the layout.
 constexpr uint32_t kSignBits = 0x88888888;
-// The grid has at most so many blocks along its second and third dimension.
-constexpr int64_t kMostBlocks = 65535;
 
 Status decode_and_run(ffi::AnyBuffer in, ffi::AnyBuffer out, const PackAttributes& at,
                       cudaStream_t stream) {
@@ -48,8 +47,9 @@ Status decode_and_run(ffi::AnyBuffer in, ffi::AnyBuffer out, const PackAttribute
   const int64_t k_tiles = at.k / kPackedTile;
   JAX_TCGEMM_REQUIRE(at.k % kPackedTile == 0 && columns % kPackedVector == 0, "batch=", at.batch,
                      " n=", at.n, " k=", at.k);
-  JAX_TCGEMM_REQUIRE((at.transposed ? n_tiles : k_tiles) <= kMostBlocks && at.batch <= kMostBlocks,
-                     "batch=", at.batch, " n=", at.n, " k=", at.k);
+  JAX_TCGEMM_REQUIRE(
+      (at.transposed ? n_tiles : k_tiles) <= kMaxGridRows && at.batch <= kMaxGridRows,
+      "batch=", at.batch, " n=", at.n, " k=", at.k);
   const bool is_signed = in.element_type() == ffi::DataType::S4;
   JAX_TCGEMM_REQUIRE(is_signed || in.element_type() == ffi::DataType::U4, "values of type ",
                      static_cast<int>(in.element_type()));

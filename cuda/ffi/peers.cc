@@ -5,6 +5,7 @@
 #include <mutex>
 #include <utility>
 
+#include "common/driver.h"
 #include "common/saturating.h"
 #include "ffi/handlers.h"
 #include "shared_limits.h"
@@ -95,9 +96,9 @@ void count_executable(int64_t call) {
 }
 
 Status check_uncaptured(cudaStream_t stream) {
-  cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
-  JAX_TCGEMM_CUDA_CHECK(cudaStreamIsCapturing(stream, &capture), "XLA's stream");
-  JAX_TCGEMM_REQUIRE(capture == cudaStreamCaptureStatusNone,
+  bool capturing = false;
+  JAX_TCGEMM_RETURN_IF_ERROR(is_captured(stream, &capturing));
+  JAX_TCGEMM_REQUIRE(!capturing,
                      "an overlapped product cannot be captured into a CUDA graph; set "
                      "JAX_TCGEMM_OVERLAP=off");
   return Status();

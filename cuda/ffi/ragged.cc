@@ -175,11 +175,9 @@ Status decode_and_run(ffi::RemainingArgs& operands, ffi::RemainingRets& results,
 // Begins to compile the kernel for the process's current GPU, like begin_kernels of gemm.cc.
 Status decode_and_begin(const RaggedAttributes& at, ffi::RemainingRets& results) {
   if (is_measured(at.config)) return Status();
-  int ordinal = 0;
-  if (cudaGetDevice(&ordinal) != cudaSuccess) {
-    cudaGetLastError();
-    return Status();
-  }
+  const DeviceProperties* device = nullptr;
+  JAX_TCGEMM_RETURN_IF_ERROR(current_device(&device));
+  if (device == nullptr) return Status();
   GemmProblem problem = {};
   JAX_TCGEMM_RETURN_IF_ERROR(decode_shape(at, &problem));
   lay_out_factors(at, nullptr, nullptr, &problem);
@@ -194,8 +192,6 @@ Status decode_and_begin(const RaggedAttributes& at, ffi::RemainingRets& results)
   if (at.has_bias) epilogue.bias.data = kSomewhere;
   if (at.has_aux) epilogue.aux = const_cast<float*>(kSomewhere);
   JAX_TCGEMM_RETURN_IF_ERROR(decode_activation(at.activation, &epilogue.activation));
-  const DeviceProperties* device = nullptr;
-  JAX_TCGEMM_RETURN_IF_ERROR(get_device_properties(ordinal, &device));
   begin_gemm(problem, *device);
   return Status();
 }

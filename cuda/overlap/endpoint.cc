@@ -8,6 +8,8 @@
 #include <map>
 #include <string>
 
+#include "common/driver.h"
+
 namespace jax_tcgemm {
 namespace {
 
@@ -17,15 +19,11 @@ constexpr int64_t kGrain = int64_t{1} << 21;
 // Fewer would make every call wait for its predecessor's peers.
 constexpr size_t kFewestSlots = 2;
 
-// Returns a function of the driver, to which the module does not link; null if there is none.
+// Returns a function of the driver; null if there is none.
 template <typename Function>
 Function driver_function(const char* name) {
-  void* function = nullptr;
-  cudaDriverEntryPointQueryResult query;
-  const cudaError_t error =
-      cudaGetDriverEntryPointByVersion(name, &function, 12000, cudaEnableDefault, &query);
-  const bool is_found = error == cudaSuccess && query == cudaDriverEntryPointSuccess;
-  return is_found ? reinterpret_cast<Function>(function) : nullptr;
+  Function function = nullptr;
+  return find_driver_function(name, &function).ok() ? function : nullptr;
 }
 
 // See Endpoint::limit_buffers.

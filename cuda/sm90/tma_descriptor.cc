@@ -7,6 +7,7 @@
 #include <cstring>
 #include <string>
 
+#include "common/driver.h"
 #include "epilogue/work.h"
 #include "sm90/output/output_tile.h"
 
@@ -17,22 +18,12 @@ static_assert(sizeof(TensorMap) == sizeof(CUtensorMap));
 
 using EncodeTiled = decltype(&cuTensorMapEncodeTiled);
 
-// Finds the driver's function without linking to the driver: the module must import on machines
-// without a driver.
+// Finds the driver's function once.
 Status find_encoder(EncodeTiled* encode) {
-  static const std::pair<cudaError_t, void*> found = [] {
-    void* function = nullptr;
-    cudaDriverEntryPointQueryResult query;
-    cudaError_t error = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000,
-                                                         cudaEnableDefault, &query);
-    if (error == cudaSuccess && query != cudaDriverEntryPointSuccess) {
-      error = cudaErrorSymbolNotFound;
-    }
-    return std::pair(error, function);
-  }();
-  JAX_TCGEMM_CUDA_CHECK(found.first, "cuTensorMapEncodeTiled");
-  *encode = reinterpret_cast<EncodeTiled>(found.second);
-  return Status();
+  static EncodeTiled found = nullptr;
+  static const Status status = find_driver_function("cuTensorMapEncodeTiled", &found);
+  *encode = found;
+  return status;
 }
 
 // A tensor and the box that one copy takes from it. The contiguous dimension comes first.

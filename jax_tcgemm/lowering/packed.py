@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_tcgemm import _compat, _extension
+from jax_tcgemm import _compat, _core, _extension
 from jax_tcgemm.epilogue import compiler, source
 from jax_tcgemm.kernels import packed as kernels
 from jax_tcgemm.kernels import packed_configs
@@ -28,8 +28,6 @@ _FLOATS = ("bfloat16", "float16", "float32")
 EMPTY = "an empty operand"
 # The reason of a fallback that a measurement chose.
 MEASURED = "it was measured to be faster"
-# The grid has at most this many blocks along its second and third dimension.
-MOST_BLOCKS = 65535
 # The kernel that dequantizes reads one scale for this many rows of a weight.
 _UNPACKED_ROWS = 16
 
@@ -177,7 +175,7 @@ def unfit(x: Any, values: Any, scales: Any, spec: PackedSpec) -> str | None:
         return f"k={spec.k} is not a multiple of {TILE}"
     if max(math.prod(x.shape[:-1]), spec.n, spec.k) > MAX_EXTENT:
         return "extents beyond the kernel's"
-    if math.prod(values.shape[:-4]) > MOST_BLOCKS or -(-spec.n // TILE) > MOST_BLOCKS:
+    if max(math.prod(values.shape[:-4]), -(-spec.n // TILE)) > _core.MAX_GRID_ROWS:
         return "more weights or columns than the kernel's"
     if _extension.PACKED_TARGET not in _extension.BUILT_TARGETS:
         return "no kernels were built"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import numpy as np
 
-from jax_tcgemm import _compat, _extension
+from jax_tcgemm import _compat, _core, _extension
 from jax_tcgemm.kernels import packed as kernels
 from jax_tcgemm.kernels.names import XLA
 from jax_tcgemm.lowering import fallback, packed, packed_layout, packed_problem, ragged_reference
@@ -14,9 +14,6 @@ from jax_tcgemm.problem import ragged
 from jax_tcgemm.problem.log import log
 from jax_tcgemm.problem.packed import PackedSpec
 from jax_tcgemm.problem.spec import GemmSpec
-
-# The grid has at most this many blocks along its second dimension.
-_MOST_TILES = 65535
 
 
 def of_dequantized(spec: PackedSpec, *, transpose_rhs: bool = False) -> GemmSpec:
@@ -102,7 +99,7 @@ def _few_rows(
     row = packed.row_of(config, spec, untuned, f"{m} rows of {experts} groups")
     if isinstance(row, str):
         return row
-    if m // row.tokens + min(m, experts + 1) > _MOST_TILES:
+    if m // row.tokens + min(m, experts + 1) > _core.MAX_GRID_ROWS:
         return f"too many tiles of {m} rows in {experts} groups"
     program = packed.program_of(row, np.dtype(x.dtype), scales.dtype, spec, ragged=True)
     if isinstance(program, packed.NoProgram):

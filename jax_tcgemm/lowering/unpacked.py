@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_tcgemm import _compat, _extension
+from jax_tcgemm import _compat, _core, _extension
 from jax_tcgemm.kernels import packed as kernels
 from jax_tcgemm.lowering import devices, dots, fallback, packed_layout
 from jax_tcgemm.lowering import packed as few_rows
@@ -172,8 +172,8 @@ def pack_cuda(values: jax.Array, *, spec: LayoutSpec) -> jax.Array:
         not all(isinstance(extent, int) for extent in values.shape)
         or k % TILE
         or columns % _VECTOR
-        or not 0 < count <= few_rows.MOST_BLOCKS
-        or not 0 < tiles(rows) <= few_rows.MOST_BLOCKS
+        or not 0 < count <= _core.MAX_GRID_ROWS
+        or not 0 < tiles(rows) <= _core.MAX_GRID_ROWS
         or _extension.PACK_TARGET not in _extension.BUILT_TARGETS
         or devices.not_built_for() is not None
     ):
