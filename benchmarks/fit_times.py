@@ -1,9 +1,9 @@
 """Fits the correction of the time model to times of rows, and reports its benefit.
 
-Reads files of ``time_rows`` (``benchmarks/time_rows.cc``). Writes the weights that
-``cuda/dispatch/time_correction.cc`` includes; products of few rows have separate weights. The loss
-of a product is the time of the choice relative to the fastest timed row. The correction's loss is
-for products that it was not fitted to, a third of them at a time.
+Reads the output of ``time_rows`` (``benchmarks/time_rows.cc``), plain or gzipped. Writes the
+weights that ``cuda/dispatch/time_correction.cc`` includes; products of few rows have separate
+weights. The loss of a product is the time of the choice relative to the fastest timed row. The
+correction's loss is for products that it was not fitted to, a third of them at a time.
 
     python -P benchmarks/fit_times.py benchmarks/results/rows_h200.csv.gz \
         benchmarks/results/rows_h100.csv.gz --out cuda/dispatch/time_weights.inc
@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import argparse
 import collections
+import csv
 import dataclasses
 import gzip
 import math
 import pathlib
+import statistics
 from collections.abc import Callable, Iterable
 
 import numpy as np
@@ -28,9 +30,8 @@ from jax_tcgemm.kernels.choice_input import ChoiceInput
 _RIDGE = 2.0
 # A row with fewer timings gets no weights.
 _LEAST_TIMINGS = 40
-# The same values as in cuda/dispatch/time_correction.cc and .h.
+# The same value as in cuda/dispatch/time_correction.cc.
 _MOST_CORRECTION = 0.5
-_FEW = 64
 
 _FOLDS = 3
 
@@ -75,7 +76,7 @@ class Problem:
     @property
     def has_few_rows(self) -> bool:
         """True if the model has separate weights for this number of rows or columns."""
-        return min(self.m, self.n) <= _FEW
+        return min(self.m, self.n) <= _core.FEW_ROWS
 
     @property
     def regime(self) -> str:
@@ -113,13 +114,11 @@ class Problem:
 
 
 def load(path: pathlib.Path) -> dict[Problem, list[Timed]]:
-    """Reads a file of ``time_rows``; it omits rows that the table no longer has."""
+    """Reads times, by columns' names; it omits rows that the table no longer has."""
     times: dict[str, dict[str, float]] = collections.defaultdict(dict)
-    with gzip.open(path, "rt") as file:
-        next(file)
-        for line in file:
-            problem, config, us = line.rstrip("\n").split(",")
-            times[problem][config] = 1e-6 * float(us)
+    with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as file:
+        for line in csv.DictReader(file):
+            times[line["problem"]][line["config"]] = 1e-6 * float(line["us"])
     result = {}
     for line, seconds in times.items():
         problem = Problem.from_line(line)
@@ -193,7 +192,7 @@ def _table(losses: dict[str, list[tuple[float, float]]]) -> str:
     for regime, pairs in sorted(losses.items()):
         line = f"{regime:<18}{len(pairs):>9}"
         for values in zip(*pairs, strict=True):
-            mean = math.exp(np.mean(np.log(values))) - 1
+            mean = statistics.geometric_mean(values) - 1
             far = np.mean(np.array(values) > 1.2)
             line += f"{mean:>8.2%}{far:>8.1%}{max(values):>8.2f}"
         lines.append(line)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import pathlib
 import statistics
@@ -155,7 +154,7 @@ def table(rows: list[dict[str, Any]]) -> str:
         kind = next(x for x in ("train", "prefill", "decode") if x in row["case"])
         kinds.setdefault(kind, []).append(row["ratio"])
     for kind, ratios in kinds.items():
-        mean = math.exp(statistics.mean(map(math.log, ratios)))
+        mean = statistics.geometric_mean(ratios)
         lines.append(f"{kind}: geometric mean {mean:.3f} of {len(ratios)}, least {min(ratios):.3f}")
     return "\n".join(lines)
 

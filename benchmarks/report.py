@@ -5,11 +5,11 @@ from __future__ import annotations
 import datetime
 import importlib.metadata
 import json
-import math
 import os
 import pathlib
 import platform
 import shutil
+import statistics
 import subprocess
 from collections.abc import Iterable
 from typing import Any
@@ -138,12 +138,6 @@ def load(path: pathlib.Path) -> dict[str, Any]:
     return json.loads(path.read_text())
 
 
-def geometric_mean(values: Iterable[float]) -> float:
-    """Returns the geometric mean of positive numbers."""
-    logarithms = [math.log(value) for value in values]
-    return math.exp(sum(logarithms) / len(logarithms))
-
-
 def by_suite(rows: Iterable[Row]) -> dict[str, list[Row]]:
     """Groups rows, in their order."""
     suites: dict[str, list[Row]] = {}
@@ -212,7 +206,7 @@ def _summary(rows: list[Row], key: str) -> list[str]:
     if not rated:
         return []
     worst = min(rated, key=lambda row: row[key])
-    mean = geometric_mean(row[key] for row in rated)
+    mean = statistics.geometric_mean(row[key] for row in rated)
     name = key.replace("_", " ")
     text = f"geometric mean {mean:.3f} of {len(rated)}, worst {worst[key]:.3f} ({worst['case']})"
     return ["", f"{name}: {text}"]

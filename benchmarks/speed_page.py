@@ -6,13 +6,11 @@ Usage: python -P benchmarks/speed_page.py
 from __future__ import annotations
 
 import json
-import math
 import pathlib
+import statistics
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
-
-Row = dict[str, Any]
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "speed.md"
@@ -125,10 +123,6 @@ _PICTURE = """\
 """
 
 
-def _mean(ratios: Sequence[float]) -> float:
-    return math.exp(sum(map(math.log, ratios)) / len(ratios))
-
-
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
@@ -145,8 +139,8 @@ def _suites(results: dict[str, Any]) -> Iterator[Sequence[str]]:
         rows = [row for row in results["rows"] if row["suite"] == suite and row["ratio"]]
         if rows:
             ratios = [row["ratio"] for row in rows]
-            few = sum(ratio < 0.97 for ratio in ratios)
-            numbers = (f"{_mean(ratios):.2f}", f"{min(ratios):.3f}", f"{few} of {len(ratios)}")
+            mean, few = statistics.geometric_mean(ratios), sum(ratio < 0.97 for ratio in ratios)
+            numbers = (f"{mean:.2f}", f"{min(ratios):.3f}", f"{few} of {len(ratios)}")
             yield (f"`{suite}`", text, *numbers, _commits(results, suite))
 
 

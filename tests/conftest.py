@@ -297,6 +297,12 @@ def cuda_module(all_kernels: None) -> Callable[..., tuple[str, list[dict[str, An
 
 
 @pytest.fixture
+def small_weights_are_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets programs pack weights of any size."""
+    monkeypatch.setattr(unpacked, "LEAST_VALUES", 1)
+
+
+@pytest.fixture
 def never_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fails if a function, or its cotangent, gets no compiled kernel."""
     for lowering in (jit_epilogue, jit_pass):

@@ -313,9 +313,9 @@ def check_equal(ours: Any, theirs: Any) -> None:
         np.testing.assert_allclose(own, other, atol=0.02 * np.abs(other).max())
 
 
-def layer_arrays(normal: Callable[..., Any]) -> dict[str, jax.Array]:
+def layer_arrays(normal: Callable[..., Any], m=M, k=K, n=N) -> dict[str, jax.Array]:
     """Draws a layer's arrays in bfloat16: x, two weights, a bias, the weight of the way back."""
-    shapes = {"x": (M, K), "w": (K, N), "u": (K, N), "b": (N,), "d": (N, K)}
+    shapes = {"x": (m, k), "w": (k, n), "u": (k, n), "b": (n,), "d": (n, k)}
     return {name: normal(*shape, dtype=jnp.bfloat16) / 8 for name, shape in shapes.items()}
 
 

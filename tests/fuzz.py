@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 import gemm_problems
 import numpy as np
 import packed_problems
+from random_outcome import set_environment
 
 # The kinds of problems: products of arrays, and products with packed weights.
 PROBLEMS: dict[str, Any] = {"gemm": gemm_problems, "packed": packed_problems}
@@ -143,18 +144,6 @@ class State:
         )
 
 
-def _set_environment(jobs: int) -> None:
-    """Sets variables that the backend reads when it starts, and that the processes' NumPy reads."""
-    flags = os.environ.get("XLA_FLAGS", "")
-    if "xla_gpu_autotune_level" not in flags:
-        os.environ["XLA_FLAGS"] = f"{flags} --xla_gpu_autotune_level=0"
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    if jobs:
-        threads = max(1, (os.cpu_count() or 1) // jobs)
-        for library in ("OPENBLAS", "OMP", "MKL"):
-            os.environ.setdefault(f"{library}_NUM_THREADS", str(threads))
-
-
 def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Random problems for gemm.")
     parser.add_argument("--count", type=int, default=2000, help="problems")
@@ -176,7 +165,7 @@ def main(argv: list[str] | None = None) -> int:
     print(f"seed {state.seed}", flush=True)
     indices = range(state.next, state.start + arguments.count)
     jobs = min(arguments.jobs, len(indices))
-    _set_environment(jobs)
+    set_environment(jobs)
     run = functools.partial(_in_process, threading.local()) if jobs else run_problem
 
     def attempt(index: int) -> Result | None:

@@ -6,12 +6,13 @@ import dataclasses
 import fnmatch
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from gpu_accuracy import poison_buffers
 
 from jax_tcgemm import _extension, gemm
 from jax_tcgemm.kernels import names as kernel_names
@@ -243,13 +244,6 @@ def _by_gemm(problem: Problem, arrays: dict[str, jax.Array]) -> jax.Array:
     return jax.vmap(call, in_axes=(axes,))(arrays) if problem.mapped else call(arrays)
 
 
-def _poison(sizes: Iterable[int]) -> None:
-    """Leaves NaNs in the memory that the next buffers of these sizes are likely to get."""
-    blocks = [jax.device_put(np.full(size, 0xFF, np.uint8)) for size in sizes]
-    for block in jax.block_until_ready(blocks):
-        block.delete()
-
-
 def _tolerance(problem: Problem, arrays: Mapping[str, np.ndarray]) -> float:
     """Returns the tolerance of the activation's argument, beyond the baseline's error.
 
@@ -300,7 +294,7 @@ def failure(problem: Problem, rng: np.random.Generator) -> str | None:
     size = math.prod(problem.shape) * problem.out_dtype.itemsize
     results = []
     for _ in range(2):
-        _poison([size, size, arrays["a"].nbytes + arrays["b"].nbytes])
+        poison_buffers([size, size, arrays["a"].nbytes + arrays["b"].nbytes])
         results.append(compiled(operands))
     got, again = (np.asarray(x) for x in results)
     if got.shape != problem.shape or got.dtype != problem.out_dtype:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Iterable
 
 import jax
 import jax.numpy as jnp
@@ -80,11 +81,15 @@ def luck_slack(algorithm: str, k: int, size: int) -> float:
 
 def poison(shape, dtype) -> None:
     """Leaves NaNs in the memory that the next results of this shape are likely to get."""
-    # Copied from the host: filling on the device would compile a program for each shape.
-    values = np.full(shape, np.nan, dtype)
-    blocks = [jax.device_put(values) for _ in range(4)]
-    jax.block_until_ready(blocks)
-    for block in blocks:
+    poison_buffers([math.prod(shape) * jnp.dtype(dtype).itemsize] * 4)
+
+
+def poison_buffers(sizes: Iterable[int]) -> None:
+    """Leaves NaNs in the memory that the next buffers of these bytes are likely to get."""
+    # Copied from the host: filling on the device would compile a program for each shape. Bytes of
+    # ones are NaN in every floating-point type.
+    blocks = [jax.device_put(np.full(size, 0xFF, np.uint8)) for size in sizes]
+    for block in jax.block_until_ready(blocks):
         block.delete()
 
 

@@ -141,7 +141,7 @@ def shared_bytes(at: dict) -> int:
     weights = at["k_blocks"] * _TILE_BYTES[BITS[at["format"]]]
     x = at["k_blocks"] * at["tokens"] * 128
     stage = -(-(x + at["row_blocks"] * (weights + scales)) // 1024) * 1024
-    sums = at.get("k_parts", 1) * at["tokens"] * (64 * at["row_blocks"] + 4) * 4
+    sums = at["tokens"] * (64 * at["row_blocks"] + 4) * 4
     return 1024 + max(at["stages"] * stage, sums) + 16 * at["stages"]
 
 

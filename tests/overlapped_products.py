@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AxisType
+from sharded_checks import put
 
 from jax_tcgemm import mlp
 from jax_tcgemm._extension import OVERLAPPED_TARGET
@@ -20,15 +20,6 @@ def mesh_of(count, order=1):
     if len(devices) < count:
         pytest.skip(f"needs {count} GPUs")
     return jax.make_mesh((count,), ("x",), (AxisType.Auto,), devices=devices[:count][::order])
-
-
-def put(mesh, x, *spec):
-    return jax.device_put(x, NamedSharding(mesh, P(*spec)))
-
-
-def compiled(mesh, function, *operands, out=None):
-    sharding = None if out is None else NamedSharding(mesh, out)
-    return jax.jit(lambda *x: function(*x), out_shardings=sharding).lower(*operands).compile()
 
 
 def calls(program):

@@ -22,7 +22,7 @@ def _bias_formula(x, w, b):
     return jax.nn.gelu(x @ w + b)
 
 
-def _swish(p, b):
+def swish(p, b):
     return (p * jax.nn.sigmoid(1.5 * p + b)).astype(BF16)
 
 
@@ -59,8 +59,8 @@ GATHERED = {
 }
 FUNCTIONS = {
     "gather_function": program_of(
-        lambda x, w, b, **options: gemm(x, w, epilogue=_swish, epilogue_operands=(b,), **options),
-        lambda x, w, b: _swish(jnp.matmul(x, w, preferred_element_type=jnp.float32), b),
+        lambda x, w, b, **options: gemm(x, w, epilogue=swish, epilogue_operands=(b,), **options),
+        lambda x, w, b: swish(jnp.matmul(x, w, preferred_element_type=jnp.float32), b),
         (*_W, (2048,)),
         (*_GATHERED, P("x")),
         P(None, "x"),

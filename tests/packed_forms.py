@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 
 from jax_tcgemm import _extension, gated_gemm, gemm, pack, quantize, ragged_dot
-from jax_tcgemm.transforms import tune as tune_module
 
 PACKED, FUNCTION = _extension.PACKED_TARGET, _extension.PACKED_FUNCTION_TARGET
 RAGGED, UNPACK = _extension.PACKED_RAGGED_TARGET, _extension.UNPACK_TARGET
@@ -49,8 +48,3 @@ FORMS = {
     "pair": (pair, (rows(), weight()), FUNCTION),
     "experts": (experts, (rows(5), weight(batch=(4,))), RAGGED),
 }
-
-
-def only(f, *types):
-    (product,) = tune_module.find_products(f, *types)
-    return product

@@ -12,13 +12,12 @@ from __future__ import annotations
 import argparse
 import collections
 import multiprocessing
-import os
 import secrets
 import sys
 import time
 import traceback
 
-from random_outcome import Outcome
+from random_outcome import Outcome, set_environment
 from random_precise import precise
 from random_quantized import eight
 
@@ -50,6 +49,7 @@ def main(argv: list[str] | None = None) -> int:
         (arguments.kind, arguments.seed, i)
         for i in range(arguments.start, arguments.start + arguments.count)
     ]
+    set_environment(arguments.jobs)
     counts: collections.Counter[str] = collections.Counter()
     wrong: list[str] = []
     done, begin = 0, time.perf_counter()
@@ -69,10 +69,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    flags = os.environ.get("XLA_FLAGS", "")
-    if "xla_gpu_autotune_level" not in flags:
-        os.environ["XLA_FLAGS"] = f"{flags} --xla_gpu_autotune_level=0"
-    for library in ("OPENBLAS", "OMP", "MKL"):
-        os.environ.setdefault(f"{library}_NUM_THREADS", "1")
     sys.exit(main())

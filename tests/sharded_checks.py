@@ -28,10 +28,19 @@ def placed(program: Program, mesh: Mesh, rng: np.random.Generator) -> list[jax.A
     return arrays
 
 
-def compiled(function: Callable[..., Any], program: Program, mesh: Mesh, operands: Any) -> Any:
-    """Compiles a program's function anew, since other settings may have lowered it before."""
-    out = None if program.out is None else NamedSharding(mesh, program.out)
-    return jax.jit(lambda *args: function(*args), out_shardings=out).lower(*operands).compile()
+def compiled(
+    mesh: Mesh, function: Callable[..., Any], *operands: jax.Array, out: P | None = None
+) -> Any:
+    """Compiles a function anew, since other settings may have lowered it before."""
+    sharding = None if out is None else NamedSharding(mesh, out)
+    return jax.jit(lambda *args: function(*args), out_shardings=sharding).lower(*operands).compile()
+
+
+def compiled_results(
+    function: Callable[..., Any], program: Program, mesh: Mesh, operands: Any
+) -> Any:
+    """Compiles a program's function."""
+    return compiled(mesh, function, *operands, out=program.out)
 
 
 def gradients_of(function: Callable[..., Any], program: Program) -> Callable[..., Any]:

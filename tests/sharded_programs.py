@@ -35,10 +35,6 @@ def _gated(x, w_gate, w_up):
     return jax.nn.silu(x @ w_gate) * (x @ w_up)
 
 
-def _packed(x, w):
-    return _gated(x, *jnp.split(w, 2, axis=-1))
-
-
 def _packed_like(x, w):
     gate, up = jnp.split(x @ w, 2, axis=-1)
     return jax.nn.silu(gate) * up

@@ -57,7 +57,6 @@ def test_header_describes_this_machine():
 
 
 def test_tables_have_means_and_worst_cases():
-    assert report.geometric_mean([0.5, 2.0, 8.0]) == pytest.approx(2.0)
     rows = [
         row(case="fast", ratio=2.0),
         row(case="slow", ratio=0.5),

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from kernel_rows import rank_rows
+from tuned_calls import only
 
 from jax_tcgemm import _compat, gemm, ragged_dot
 from jax_tcgemm.epilogue import compiler
@@ -16,7 +17,6 @@ from jax_tcgemm.lowering import fallback
 from jax_tcgemm.problem import ragged
 from jax_tcgemm.problem.spec import GemmSpec
 from jax_tcgemm.problem.strides import Operands
-from jax_tcgemm.transforms import tune as tune_module
 from jax_tcgemm.transforms.candidates import (
     built_candidates,
     candidates,
@@ -30,11 +30,6 @@ H200 = {"sm_count": 132, "shared_memory_per_block": 232448, "compute_capability"
 
 def array(*shape, dtype=BF16):
     return jax.ShapeDtypeStruct(shape, dtype)
-
-
-def only(f, *types):
-    (product,) = tune_module.find_products(f, *types)
-    return product
 
 
 def test_float16_with_c_has_other_rows_than_its_relative():

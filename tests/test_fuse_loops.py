@@ -13,17 +13,14 @@ from jax.sharding import PartitionSpec as P
 from jax_tcgemm import fuse, gemm, quantize
 from jax_tcgemm._compat import jaxprs
 from jax_tcgemm.lowering import packed as packed_lowering
-from jax_tcgemm.lowering import packed_layout, unpacked
+from jax_tcgemm.lowering import packed_layout
 from jax_tcgemm.primitives import unpacked as primitive
 from jax_tcgemm.transforms import loops
 
+pytestmark = pytest.mark.usefixtures("small_weights_are_packed")
+
 K, LAYERS, TURNS = 128, 3, 3
 ONE, STACK = (2, 2, 128, 16), (LAYERS, 2, 2, 128, 16)
-
-
-@pytest.fixture(autouse=True)
-def small_weights_are_packed(monkeypatch):
-    monkeypatch.setattr(unpacked, "LEAST_VALUES", 1)
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from jax_tcgemm.kernels.arithmetic import ARITHMETIC
 @pytest.fixture
 def run(monkeypatch, capsys):
     """Returns a function that runs the script here and returns its exit status and output."""
-    monkeypatch.setattr(fuzz, "_set_environment", lambda jobs: None)
+    monkeypatch.setattr(fuzz, "set_environment", lambda jobs: None)
 
     def call(*arguments: object) -> tuple[int, str]:
         status = fuzz.main([*map(str, arguments), "--jobs", "0"])

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from fusions import operands, random_function, worst, worst_of_random
+from fusions import layer_arrays, operands, random_function, worst, worst_of_random
 from rotary_attention import SIZE, layer
 
 from jax_tcgemm import fuse
@@ -26,8 +26,7 @@ def kernels(f: Any, *args: Any) -> int:
 
 @pytest.fixture
 def arrays(normal):
-    shapes = {"x": (M, K), "w": (K, N), "u": (K, N), "b": (N,), "d": (N, K)}
-    return {name: normal(*shape, dtype=jnp.bfloat16) / 8 for name, shape in shapes.items()}
+    return layer_arrays(normal, M, K, N)
 
 
 def mlp(x, w, b, d):

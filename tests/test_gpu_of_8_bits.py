@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from quantized_values import E4M3, E5M2, INT8, PAIRS, TYPES, drawn, wide
+from random_outcome import stored
 
 from jax_tcgemm import gated_gemm, gemm, ragged_dot
 from jax_tcgemm.kernels import table as kernel_table
@@ -18,10 +19,6 @@ pytestmark = [pytest.mark.gpu, pytest.mark.sm90, pytest.mark.usefixtures("never_
 BF16 = jnp.bfloat16
 # Tensor cores keep 14 bits in a sum.
 STEP = 2.0**-13
-
-
-def stored(x, letter):
-    return jnp.swapaxes(x, -1, -2) if letter == "t" else x
 
 
 def product(a, b, layout, **options):

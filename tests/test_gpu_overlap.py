@@ -12,14 +12,13 @@ from overlapped_products import (
     BF16,
     calls,
     close,
-    compiled,
     formula,
     layers,
     mesh_of,
-    put,
     two_layers,
     wide,
 )
+from sharded_checks import compiled, put
 
 from jax_tcgemm import dot_general, gated_gemm, gemm
 from jax_tcgemm.tools.collectives import collectives

@@ -18,13 +18,13 @@ from overlapped_products import (
     BF16,
     calls,
     close,
-    compiled,
     formula,
     layers,
     mesh_of,
     two_layers,
     wide,
 )
+from sharded_checks import compiled
 
 from jax_tcgemm import _extension
 from jax_tcgemm.lowering.overlapped import Exchange, gathered_product

@@ -18,14 +18,13 @@ from overlapped_products import (
     BF16,
     calls,
     close,
-    compiled,
     formula,
     layers,
     mesh_of,
-    put,
     two_layers,
     wide,
 )
+from sharded_checks import compiled, put
 
 from jax_tcgemm import _core, gemm
 

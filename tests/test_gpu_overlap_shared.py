@@ -12,13 +12,13 @@ from overlapped_products import (
     BF16,
     calls,
     close,
-    compiled,
     layers,
     mesh_of,
-    put,
     two_layers,
     wide,
 )
+from overlapped_programs import swish
+from sharded_checks import compiled, put
 
 from jax_tcgemm import gemm
 from jax_tcgemm._extension import GATHERS_TARGET, OVERLAPPED_FUNCTION_TARGET
@@ -90,10 +90,6 @@ def test_a_gather_before_a_loop(mesh, normal):
         close(program(x, w, count), (a @ b) * (count * (count + 1) // 2), 4e-2)
 
 
-def _swish(p, b):
-    return (p * jax.nn.sigmoid(1.5 * p + b)).astype(BF16)
-
-
 @pytest.mark.parametrize("count", [1, 2])
 def test_functions_of_gathered_rows(mesh, normal, count):
     """The first product runs in parts, the second one has all rows at once."""
@@ -103,7 +99,7 @@ def test_functions_of_gathered_rows(mesh, normal, count):
 
     def ours(x, b, c, *weights):
         def function(p, b, c):
-            return _swish(p, b) + c
+            return swish(p, b) + c
 
         return [gemm(x, w, epilogue=function, epilogue_operands=(b, c)) for w in weights]
 

@@ -14,19 +14,17 @@ from packed_problems import wrong
 from packed_values import drawn, weight, wide
 
 from jax_tcgemm import _extension, fuse, gemm
-from jax_tcgemm.lowering import unpacked
 from jax_tcgemm.lowering.packed_layout import pack_values
 from jax_tcgemm.primitives import unpacked as primitive
 from jax_tcgemm.problem.packed import LayoutSpec
 
-pytestmark = [pytest.mark.gpu, pytest.mark.sm90]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.sm90,
+    pytest.mark.usefixtures("small_weights_are_packed"),
+]
 
 BF16 = jnp.bfloat16
-
-
-@pytest.fixture(autouse=True)
-def small_weights_are_packed(monkeypatch):
-    monkeypatch.setattr(unpacked, "LEAST_VALUES", 1)
 
 
 def in_4_bits(rng, qtype, k, n, group, *, has_zeros=True, scale="bfloat16"):

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
-from quantized_values import E4M3, E5M2, INT8
+from quantized_values import E4M3, E5M2, INT8, wide
 
 import jax_tcgemm
 from jax_tcgemm import dot_general, gated_gemm, gemm, quantize
@@ -28,10 +28,6 @@ ROW = "sm90_e4m3e4m3_fast_128x128x128_s6_c2x1_pingpong"
 def drawn(shape, dtype=E4M3):
     x = np.random.default_rng().normal(size=shape)
     return jnp.asarray(np.round(30 * x) if dtype == INT8 else x, jnp.float32).astype(dtype)
-
-
-def wide(x):
-    return np.asarray(x.astype(jnp.float32), np.float64)
 
 
 @pytest.mark.parametrize("layout", ["nn", "nt", "tn", "tt"])

@@ -27,7 +27,7 @@ from overlapped_programs import (
     SUMMED,
     program_of,
 )
-from sharded_checks import compiled, compiled_gradients, placed
+from sharded_checks import compiled_gradients, compiled_results, placed
 from sharded_program import mesh_of
 
 from jax_tcgemm import gemm, mlp
@@ -68,7 +68,9 @@ def attribute(program, name, call=CALL):
 
 def run(program, mesh, rng, assert_accurate):
     operands = placed(program, mesh, rng)
-    ours, theirs = (compiled(f, program, mesh, operands) for f in (program.ours, program.theirs))
+    ours, theirs = (
+        compiled_results(f, program, mesh, operands) for f in (program.ours, program.theirs)
+    )
     results = ours(*operands), theirs(*operands)
     expected = program.theirs(*(np.asarray(x, np.float32) for x in operands))
     assert results[0].sharding.is_equivalent_to(results[1].sharding, results[0].ndim)
@@ -148,7 +150,7 @@ def test_sums_of_gradients_are_left_to_xla(rng, programs, assert_accurate):
 def test_off_also_holds_for_gradients_of_narrow_weights(name, rng, programs, monkeypatch):
     monkeypatch.setenv(overlap.SETTING, "off")
     program, mesh = PROGRAMS[name][0], mesh_of((4, 2))
-    compiled(program.ours, program, mesh, placed(program, mesh, rng))
+    compiled_results(program.ours, program, mesh, placed(program, mesh, rng))
     (on_gpus,) = programs
     assert CALL not in on_gpus
 
@@ -250,6 +252,6 @@ def test_each_call_has_its_own_number(rng, programs):
     program, mesh = GATHERED["gather"], mesh_of((4,))
     operands = placed(program, mesh, rng)
     for _ in range(2):
-        compiled(program.ours, program, mesh, operands)
+        compiled_results(program.ours, program, mesh, operands)
     first, second = (attribute(each, "call") for each in programs)
     assert first != second

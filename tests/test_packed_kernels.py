@@ -96,7 +96,7 @@ def test_shared_memory_and_threads_of_each_configuration():
             at = dataclasses.asdict(row) | {"format": qtype, "scale": scale, "group": group}
             at |= {"has_zeros": has_zeros and bits == 4}
             assert shared_bytes(at) <= MOST_SHARED_BYTES, at
-            threads = 32 * (4 * row.row_blocks * at.get("k_parts", 1) + 2)
+            threads = 32 * (4 * row.row_blocks + 2)
             assert threads * row.blocks_on_sm <= 2048
             assert row.k_blocks in (2, 4)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from packed_forms import FORMS, SIZES, experts, only, plain, rows, weight, with_function
-from tuned_calls import H200
+from packed_forms import FORMS, SIZES, experts, plain, rows, weight, with_function
+from tuned_calls import H200, only
 
 from jax_tcgemm import _core, ragged_dot
 from jax_tcgemm.lowering import packed_problem

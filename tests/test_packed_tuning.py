@@ -18,7 +18,6 @@ from packed_forms import (
     SIZES,
     UNPACK,
     experts,
-    only,
     pair,
     plain,
     rows,
@@ -26,7 +25,7 @@ from packed_forms import (
     with_function,
 )
 from packed_problems import FLOATS
-from tuned_calls import KIND, entry
+from tuned_calls import KIND, entry, only
 
 from jax_tcgemm import Tunings, _core, gated_gemm, gemm, ragged_dot
 from jax_tcgemm.kernels import packed as kernels

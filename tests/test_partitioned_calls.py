@@ -19,8 +19,8 @@ from jax.experimental import serialize_executable
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from sharded_checks import (
-    compiled,
     compiled_gradients,
+    compiled_results,
     kinds,
     placed,
     put,
@@ -112,7 +112,7 @@ def test_without_shardy(name, rng):
     operands = placed(program, mesh, rng)
     try:
         jax.config.update("jax_use_shardy_partitioner", False)
-        for compile_ in (compiled, compiled_gradients):
+        for compile_ in (compiled_results, compiled_gradients):
             ours, theirs = (
                 compile_(f, program, mesh, operands) for f in (program.ours, program.theirs)
             )
@@ -126,7 +126,7 @@ def test_without_shardy(name, rng):
 def test_an_executable_is_serialized(rng):
     program, mesh = PROGRAMS["fused_sequence"], mesh_of()
     operands = placed(program, mesh, rng)
-    first = compiled(program.ours, program, mesh, operands)
+    first = compiled_results(program.ours, program, mesh, operands)
     serialized = serialize_executable.serialize(first)
     second = serialize_executable.deserialize_and_load(*serialized, backend="cpu")
     np.testing.assert_array_equal(np.asarray(first(*operands)), np.asarray(second(*operands)))

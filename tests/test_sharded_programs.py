@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from sharded_checks import compiled, compiled_gradients, gradients_of, placed
+from sharded_checks import compiled_gradients, compiled_results, gradients_of, placed
 from sharded_program import TARGET, mesh_of
 from sharded_programs import KINDS, PROGRAMS
 
@@ -51,7 +51,9 @@ def test_results(name, rng, assert_accurate):
     program, mesh = PROGRAMS[name], mesh_of()
     operands = placed(program, mesh, rng)
     assert TARGET in jax.jit(lambda *x: program.ours(*x)).lower(*operands).as_text()
-    ours, theirs = (compiled(f, program, mesh, operands) for f in (program.ours, program.theirs))
+    ours, theirs = (
+        compiled_results(f, program, mesh, operands) for f in (program.ours, program.theirs)
+    )
     check(program, ours, theirs, operands, program.theirs, assert_accurate)
 
 

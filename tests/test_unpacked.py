@@ -19,14 +19,11 @@ from jax_tcgemm import _extension, dot_general, gated_gemm, gemm, quantize
 from jax_tcgemm.lowering import fallback, unpacked
 from jax_tcgemm.lowering.packed_layout import pack_values
 
+pytestmark = pytest.mark.usefixtures("small_weights_are_packed")
+
 M, K, N = 8, 192, 96
 BF16 = jnp.bfloat16
 PACK, PACKED = _extension.PACK_TARGET, _extension.PACKED_TARGET
-
-
-@pytest.fixture(autouse=True)
-def small_weights_are_packed(monkeypatch):
-    monkeypatch.setattr(unpacked, "LEAST_VALUES", 1)
 
 
 def in_4_bits(rng, qtype="int4", group=64, *, k=K, n=N, has_zeros=False, scale="bfloat16"):

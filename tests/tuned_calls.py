@@ -48,5 +48,11 @@ def problems(f, *arrays):
     return [each.problem for each in tune_module.find_products(f, *arrays)]
 
 
+def only(f, *types):
+    """Returns a function's one product."""
+    (product,) = tune_module.find_products(f, *types)
+    return product
+
+
 def tuned(config, f=f, arrays=ARRAYS, kind=KIND):
     return Tunings({(kind, each): entry(config) for each in problems(f, *arrays)})
