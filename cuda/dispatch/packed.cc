@@ -107,13 +107,13 @@ Status prepare_packed(const PackedConfig& config, std::string_view digest,
   JAX_TCGEMM_RETURN_IF_ERROR(check_packed(config));
   std::shared_ptr<LoadedProgram> loaded;
   LoadedKernel* kernel = nullptr;
-  return find(config, digest, program, layout_of(program), true, &loaded, &kernel);
+  return find(config, digest, program, layout_of(program), false, &loaded, &kernel);
 }
 
 Status prepare_unpack(const PackedConfig& config, std::string_view digest) {
   std::shared_ptr<LoadedProgram> loaded;
   LoadedKernel* kernel = nullptr;
-  return find(config, digest, {}, kUnpackLayout, true, &loaded, &kernel);
+  return find(config, digest, {}, kUnpackLayout, false, &loaded, &kernel);
 }
 
 Status run_unpack(const UnpackProblem& problem, cudaStream_t stream) {
