@@ -34,6 +34,9 @@ _SHARDINGS = frozenset({"sharding", "out_sharding"})
 # The abstract value of every array, PRNG keys included.
 ShapedArray = _core.ShapedArray
 
+# Operations that leave the bytes of an array in its declared layout unchanged.
+VIEWS = frozenset({"reshape", "squeeze", "expand_dims"})
+
 # Operations inside ``shard_map`` that make values vary over more mesh axes.
 VARYING = frozenset({"pvary", "pcast"})
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from jax_tcgemm._compat import jaxprs
 from jax_tcgemm.epilogue import operations
 from jax_tcgemm.epilogue.program import JOINS
 from jax_tcgemm.epilogue.rng import KEYS
 from jax_tcgemm.epilogue.tanh import is_literal
-
-_RESHAPES = frozenset({"reshape", "squeeze", "expand_dims"})
 
 
 class NotDivisibleError(Exception):
@@ -90,7 +89,7 @@ def _kept(eqn: Any, old: tuple[int, ...], new: tuple[int, ...]) -> Iterator[tupl
     if name in JOINS:
         kept = (axis for axis in range(len(old)) if axis not in params["axes"])
         return zip(kept, range(len(new)), strict=True)
-    if name in _RESHAPES:
+    if name in jaxprs.VIEWS:
         before, after = ([i for i, x in enumerate(shape) if x != 1] for shape in (old, new))
         if [old[i] for i in before] != [new[i] for i in after]:
             raise NotDivisibleError(f"{name} of {old} to {new}")

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_tcgemm import _compat
+from jax_tcgemm._compat import jaxprs
 from jax_tcgemm.api.dot_general import dot_general
 from jax_tcgemm.problem.arithmetic import resolve_algorithm
 from jax_tcgemm.transforms.graph import Atom, Node, Value
@@ -41,9 +42,7 @@ _MOST_FOLLOWED = 40
 # Operations that write a part of a stored array in place.
 _IN_PLACE = frozenset({"dynamic_update_slice", "scatter"})
 # Operations that keep the values of a cache; ``Spread`` follows them.
-_FOLLOWED = frozenset(
-    {"broadcast_in_dim", "convert_element_type", "expand_dims", "reshape", "squeeze", "transpose"}
-)
+_FOLLOWED = jaxprs.VIEWS | {"broadcast_in_dim", "convert_element_type", "transpose"}
 _ALGORITHMS = (jax.lax.DotAlgorithm, jax.lax.DotAlgorithmPreset)
 
 

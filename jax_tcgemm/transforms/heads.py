@@ -16,9 +16,10 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from jax_tcgemm._compat import jaxprs
 from jax_tcgemm.transforms.graph import Node, Value
 from jax_tcgemm.transforms.matrix_form import MatrixForm
-from jax_tcgemm.transforms.neighbours import VIEWS, users_of
+from jax_tcgemm.transforms.neighbours import users_of
 from jax_tcgemm.transforms.products import form_of, is_elementwise, is_product
 
 # A kernel reads and writes vectors of this many 16-bit elements.
@@ -96,7 +97,7 @@ class _Way:
 
     def _keeps(self, node: Node) -> bool:
         """Returns true if a node keeps batch and sequence as the first two dimensions."""
-        if not (node.name in VIEWS or node.name in _KEEPING or is_elementwise(node)):
+        if not (node.name in jaxprs.VIEWS or node.name in _KEEPING or is_elementwise(node)):
             return False
         if node.name == "concatenate" and node.params["dimension"] < 2:
             return False

@@ -23,7 +23,7 @@ from jax_tcgemm.transforms.graph import Node
 from jax_tcgemm.transforms.kernel_calls import traced_call
 
 # Operations that move elements; those before the packing of a weight are moved with it.
-_MOVES = frozenset({"reshape", "squeeze", "expand_dims", "transpose"}) | jaxprs.VARYING
+_MOVES = jaxprs.VIEWS | {"transpose"} | jaxprs.VARYING
 # Packed copies stay in memory while a loop runs. They may take this many bytes, and this share of
 # the memory that JAX may use. A loop that would have more of them packs weights in each turn.
 _MOST_BYTES = 8 << 30

@@ -99,14 +99,10 @@ def measure(
         ):
             race.enter({name: name for name in race.rows()})
             race.narrow_down()
-    is_few = not _has_results(product)
-    lead = Lead() if is_few else _LEAD_OF_MANY_ROWS
+    lead = _LEAD_OF_MANY_ROWS if _has_results(product) else Lead()
     blocks = _blocks(race, lead)
     best, is_certain = decided(blocks, lead)
-    # XLA's own choice in the program may be faster than cuBLAS, or, for few rows, slower.
-    most_results = math.inf if product.spec.function is None else _MEDIUM_RESULTS
-    is_asked = not is_patient and _has_results(product, most_results)
-    if is_few if best == CUBLAS else is_asked and race.is_far(_FAR):
+    if not is_patient and _asks_xla(product, race, best):
         race.leave(CUBLAS)
         race.enter({XLA: XLA})
         blocks = _blocks(race, lead)
@@ -119,6 +115,14 @@ def measure(
     took = time.perf_counter() - begun
     log(f"tune: {described(product.problem)}: {config or UNTUNED}; {us}; took {took:.2f} s")
     return Measured(entry, is_certain)
+
+
+def _asks_xla(product: Product, race: Race, best: str) -> bool:
+    """Checks if XLA's own choice is timed, too: it may be faster than cuBLAS, or slower."""
+    if best == CUBLAS:  # for many rows, the program takes XLA's choice without being timed
+        return not _has_results(product)
+    most_results = math.inf if product.spec.function is None else _MEDIUM_RESULTS
+    return _has_results(product, most_results) and race.is_far(_FAR)
 
 
 def _takes_rows(product: Product) -> bool:

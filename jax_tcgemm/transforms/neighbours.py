@@ -33,8 +33,6 @@ _LITTLE = "few bytes, and XLA joins it with another product of the same operand"
 _OF_NEIGHBOURS = frozenset({_PARTS, _JOINED})
 # Kernels read rows of multiples of this many bytes.
 _ROW_BYTES = 16
-# Operations that leave the bytes of an array in its declared layout unchanged.
-VIEWS = frozenset({"reshape", "squeeze", "expand_dims"})
 # Operations that XLA fuses into its own product, in addition to element-wise ones.
 _FUSIBLE = SPREADING | {"transpose", "slice", "dynamic_slice", "rev", "pad", "concatenate"}
 
@@ -221,7 +219,7 @@ def _maker(atom: Atom, makers: Mapping[Value, Any]) -> Any:
 
 def _is_view(item: Any) -> TypeGuard[Node]:
     """Returns true if an item leaves the bytes of an array as they are."""
-    if not isinstance(item, Node) or item.name not in VIEWS | jaxprs.VARYING:
+    if not isinstance(item, Node) or item.name not in jaxprs.VIEWS | jaxprs.VARYING:
         return False
     return item.name != "reshape" or item.params["dimensions"] is None  # else it transposes
 

@@ -12,7 +12,6 @@ import numpy as np
 from jax_tcgemm._compat import jaxprs
 from jax_tcgemm.transforms.graph import Node
 
-_VIEWS = frozenset({"reshape", "squeeze", "expand_dims"})
 # Operations that leave each element in its place.
 _ALIKE = frozenset({"convert_element_type"}) | jaxprs.VARYING
 
@@ -62,7 +61,7 @@ class Spread:
 
     def after(self, node: Node) -> Spread | None:
         """Returns the spread over the result of an operation that moves or repeats elements."""
-        if node.name in _VIEWS:
+        if node.name in jaxprs.VIEWS:
             order = node.params["dimensions"] if node.name == "reshape" else None
             ordered = self if order is None else Spread(tuple([self.axes[i] for i in order]))
             return ordered.reshaped(node.outputs[0].shape)

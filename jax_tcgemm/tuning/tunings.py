@@ -16,7 +16,7 @@ from typing import Any
 
 import jax
 
-from jax_tcgemm.tuning.entry import Entry
+from jax_tcgemm.tuning.entry import Entry, problem_key
 
 _FORMAT = 1
 
@@ -153,7 +153,7 @@ class Tunings:
                 for each in problems:
                     if not isinstance(each["problem"], dict):
                         raise ValueError(f"{each['problem']!r} is no problem")
-                    key = json.dumps(each["problem"], sort_keys=True, separators=(",", ":"))
+                    key = problem_key(**each["problem"])
                     entries[kind, key] = Entry.from_json(each["entry"])
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise ValueError(f"{source} holds no tunings: {error}") from error
