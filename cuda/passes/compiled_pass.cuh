@@ -16,7 +16,7 @@
 
 #include "compiled_params.h"
 #include "epilogue/compiled_functions.cuh"
-#include "epilogue/compiled_rounding.cuh"
+#include "epilogue/compiled_row_io.cuh"
 #include "epilogue/compiled_values.cuh"
 #include "scheduler/raster.cuh"
 
@@ -24,62 +24,24 @@ namespace jax_tcgemm {
 
 // The interface between a Program and a row's 8 neighbouring values.
 template <typename Program>
-struct PassIo {
-  static constexpr int kValues = kPassValues;
+struct PassIo : CompiledRowIo<PassIo<Program>, Program, kPassValues> {
+  using Base = CompiledRowIo<PassIo<Program>, Program, kPassValues>;
+  using Base::kValues, Base::n, Base::params;
+  static constexpr bool kBeginsInside = false;
   static constexpr int kTotals = Program::kReductions > 0 ? Program::kReductions : 1;
-
   static constexpr int kOperands = Program::kOperands > 0 ? Program::kOperands : 1;
 
-  const CompiledParams& params;
   const void* (&matrices)[kOperands];  // each operand's matrix of the batch
   int batch;
-  int column;  // the thread's first column
-  int row;
   int column_block;
   uint32_t (&totals)[kTotals][kValues];  // bits of the values joined over rows
 
-  __device__ __forceinline__ int m(int) const { return row; }
-  __device__ __forceinline__ int n(int i) const { return column + i; }
-
-  template <typename T, int kIndex>
-  __device__ __forceinline__ ScalarValues<T> scalar() const {
-    return {value_of(load_global(at<T, kIndex>(0, 0)))};
+  template <int kIndex>
+  __device__ __forceinline__ const void* operand() const {
+    return matrices[kIndex];
   }
-  template <typename T, int kIndex>
-  __device__ __forceinline__ ScalarValues<T> rows() const {
-    return {value_of(load_global(at<T, kIndex>(row, 0)))};
-  }
-  template <typename T, int kIndex>
-  __device__ __forceinline__ MatrixValues<T> columns() const {
-    return neighbours<T, kIndex>(0);
-  }
-  template <typename T, int kIndex>
-  __device__ __forceinline__ MatrixValues<T> matrix() const {
-    return neighbours<T, kIndex>(row);
-  }
-
-  template <typename T, int kIndex>
-  __device__ __forceinline__ void write(const ValueOf<T> (&value)[kValues]) const {
-    T* const to = static_cast<T*>(params.results[kIndex]) +
-                  (int64_t{batch} * params.m + row) * params.n + column;
-    alignas(16) ElementPair<T> pairs[kValues / 2];
-#pragma unroll
-    for (int i = 0; i < kValues / 2; ++i) pairs[i] = pair_of<T>(value[2 * i], value[2 * i + 1]);
-    if constexpr (Program::kResult[kIndex].by_vectors) {
-      using Word = WordOf<T>;
-      constexpr int kWidth = sizeof(Word) / sizeof(T);
-#pragma unroll
-      for (int i = 0; i < kValues / kWidth; ++i) {
-        if (n(i * kWidth) < params.n) {
-          reinterpret_cast<Word*>(to)[i] = reinterpret_cast<const Word*>(pairs)[i];
-        }
-      }
-    } else {
-#pragma unroll
-      for (int i = 0; i < kValues; ++i) {
-        if (n(i) < params.n) to[i] = i % 2 == 0 ? pairs[i / 2].first : pairs[i / 2].second;
-      }
-    }
+  __device__ __forceinline__ int64_t result_row() const {
+    return int64_t{batch} * params.m + this->row;
   }
 
   // Joins the row's values for a reduction. Values outside the matrix count as `neutral`.
@@ -96,8 +58,7 @@ struct PassIo {
       x = joined_lanes<Join, 1, 16>(x);
       const int blocks = (params.n + kPassColumns - 1) / kPassColumns;
       if (threadIdx.x % 32 == 0) {
-        static_cast<T*>(
-            params.results[kIndex])[(int64_t{batch} * params.m + row) * blocks + column_block] =
+        static_cast<T*>(params.results[kIndex])[result_row() * blocks + column_block] =
             element_of<T>(x);
       }
     } else {
@@ -107,44 +68,6 @@ struct PassIo {
         total = bits_as<uint32_t>(Join::join(bits_as<ValueOf<T>>(total), value[i]));
       }
     }
-  }
-
- private:
-  // The values that a thread reads or writes at once.
-  template <typename T>
-  using WordOf = std::conditional_t<sizeof(T) == 1, uint2, uint4>;
-
-  template <typename T, int kIndex>
-  __device__ __forceinline__ const T* at(int m, int n) const {
-    const CompiledOperand& operand = params.operands[kIndex];
-    return static_cast<const T*>(matrices[kIndex]) + m * operand.stride_m + n * operand.stride_n;
-  }
-
-  // Reads neighbouring columns. Outside the matrix it reads the last columns instead, which needs
-  // no branch; these values are never stored.
-  template <typename T, int kIndex>
-  __device__ __forceinline__ MatrixValues<T> neighbours(int m) const {
-    MatrixValues<T> values;
-    if constexpr (Program::kOperand[kIndex].by_vectors) {
-      using Word = WordOf<T>;
-      constexpr int kWidth = sizeof(Word) / sizeof(T);
-      Word words[kValues / kWidth];
-#pragma unroll
-      for (int i = 0; i < kValues / kWidth; ++i) {
-        const int first = min(n(i * kWidth), params.n - kWidth);
-        words[i] = __ldg(reinterpret_cast<const Word*>(at<T, kIndex>(m, first)));
-      }
-#pragma unroll
-      for (int i = 0; i < kValues; ++i) {
-        values.value[i] = value_of(reinterpret_cast<const T*>(words)[i]);
-      }
-    } else {
-#pragma unroll
-      for (int i = 0; i < kValues; ++i) {
-        values.value[i] = value_of(load_global(at<T, kIndex>(m, min(n(i), params.n - 1))));
-      }
-    }
-    return values;
   }
 };
 
@@ -172,7 +95,7 @@ class CompiledPass {
     const int column =
         column_block * kPassColumns + static_cast<int>(threadIdx.x % 32) * kPassValues;
     const auto finish = [&](int row) {
-      const Io io = {params, matrices, batch, column, row, column_block, totals};
+      const Io io = {{params, params.n, row, column}, matrices, batch, column_block, totals};
       Program::run(io);
     };
     int row = row_block * kPassRows + static_cast<int>(threadIdx.x) / 32;

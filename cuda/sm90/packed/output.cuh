@@ -68,8 +68,9 @@ struct PackedOutput {
       if (place.token + token >= place.token_end) break;
       const int column = place.row_block * kPackedTile + row;
       if constexpr (kHasFunction) {
-        if (column >= params.n) continue;
-        PackedIo<Program> io = {*function, params.n, place.token + token, column, {}};
+        const int32_t extent = params.n;
+        if (column >= extent) continue;
+        PackedIo<Program> io = {{*function, extent, place.token + token, column}, {}};
 #pragma unroll
         for (int w = 0; w < kConfig.weights; ++w)
           add(io.acc[w], token, w * kConfig.columns() + row);
