@@ -13,6 +13,13 @@ namespace jax_tcgemm {
 template <int kWidth>
 using Vector = float[kWidth];
 
+// Reads element `at` of C, of a bias or of a scale.
+template <typename Element>
+__device__ __forceinline__ float load(const Addend& source, int64_t at) {
+  return source.type == ElementType::kF32 ? static_cast<const float*>(source.data)[at]
+                                          : float(static_cast<const Element*>(source.data)[at]);
+}
+
 // Reads kVectorColumns columns at once.
 template <typename Element>
 __device__ __forceinline__ void load_whole_vector(Vector<kVectorColumns>& out, const Addend& source,
@@ -41,10 +48,7 @@ __device__ __forceinline__ void load_vector(Vector<kWidth>& out, const Addend& s
 #pragma unroll
   for (int j = 0; j < kWidth; ++j) {
     const int64_t at = offset + j * source.stride_n;
-    out[j] = j >= columns ? 0.f
-             : source.type == ElementType::kF32
-                 ? static_cast<const float*>(source.data)[at]
-                 : float(static_cast<const Element*>(source.data)[at]);
+    out[j] = j >= columns ? 0.f : load<Element>(source, at);
   }
 }
 

@@ -10,6 +10,7 @@
 #include "epilogue/accumulator_chunk.cuh"
 #include "epilogue/activations.cuh"
 #include "epilogue/formula.cuh"
+#include "epilogue/vector_io.cuh"
 #include "gemm_params.h"
 #include "ptx/cluster.cuh"
 #include "ptx/shared_memory.cuh"
@@ -129,12 +130,6 @@ struct FusedOutput {
     }
   }
 
-  // Returns element `at` of C, of the bias or of a scale.
-  static __device__ __forceinline__ float element(const Addend& source, int64_t at) {
-    return source.type == ElementType::kF32 ? static_cast<const float*>(source.data)[at]
-                                            : float(static_cast<const Element*>(source.data)[at]);
-  }
-
   __device__ __forceinline__ void load_c(Chunk& value, const Addend& source, int result,
                                          const Position& at) const {
     if (buffers.maps.c_by_tma) return sub.load(value, address(result), at.chunk);
@@ -145,7 +140,8 @@ struct FusedOutput {
     }
     visit_places(at.place, [&](int i, int m, int n) {
       const bool inside = m < params.m && n < params.n;
-      value[i] = inside ? element(source, batch + m * source.stride_m + n * source.stride_n) : 0.f;
+      value[i] =
+          inside ? load<Element>(source, batch + m * source.stride_m + n * source.stride_n) : 0.f;
     });
   }
 
@@ -183,13 +179,13 @@ struct FusedOutput {
     if (of_rows.data != nullptr) {
       const int64_t batch = batch_offset(params, at.batch, of_rows.batch);
       visit_places(at, [&](int i, int m, int) {
-        if (m < params.m) value[i] *= element(of_rows, batch + m * of_rows.stride_m);
+        if (m < params.m) value[i] *= load<Element>(of_rows, batch + m * of_rows.stride_m);
       });
     }
     if (of_columns.data != nullptr) {
       const int64_t batch = batch_offset(params, at.batch, of_columns.batch);
       visit_places(at, [&](int i, int, int n) {
-        if (n < params.n) value[i] *= element(of_columns, batch + n * of_columns.stride_n);
+        if (n < params.n) value[i] *= load<Element>(of_columns, batch + n * of_columns.stride_n);
       });
     }
   }
@@ -200,8 +196,9 @@ struct FusedOutput {
     if constexpr (kSwapAb) {
       const int64_t batch = batch_offset(params, at.batch, source.batch);
       const int column = at.row + Buffers::lane() / 4;
-      if (column < params.n) of[0] = element(source, batch + column * source.stride_n);
-      if (column + 8 < params.n) of[1] = element(source, batch + (column + 8) * source.stride_n);
+      if (column < params.n) of[0] = load<Element>(source, batch + column * source.stride_n);
+      if (column + 8 < params.n)
+        of[1] = load<Element>(source, batch + (column + 8) * source.stride_n);
     } else {
       const uint32_t from = bias + (tile_column + Buffers::lane() % 4 * 2) * 4;
       ptx::load_shared_8(of[0], of[1], from);

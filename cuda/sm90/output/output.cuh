@@ -7,6 +7,7 @@
 #include <stdint.h>
 
 #include "epilogue/known.cuh"
+#include "epilogue/vector_io.cuh"
 #include "gemm_params.h"
 #include "ptx/cluster.cuh"
 #include "ptx/shared_memory.cuh"
@@ -117,9 +118,8 @@ class Output {
 
   __device__ __forceinline__ float load_bias(const Addend& bias, int batch, int column) const {
     if (bias.data == nullptr || column >= params_.n) return 0.f;
-    const int64_t at = batch_offset(params_, batch, bias.batch) + column * bias.stride_n;
-    return bias.type == ElementType::kF32 ? static_cast<const float*>(bias.data)[at]
-                                          : float(static_cast<const Element*>(bias.data)[at]);
+    const int64_t begin = batch_offset(params_, batch, bias.batch);
+    return load<Element>(bias, begin + column * bias.stride_n);
   }
 
   __device__ __forceinline__ uint32_t bias_address() const {

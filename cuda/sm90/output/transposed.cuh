@@ -10,6 +10,7 @@
 #include <stdint.h>
 
 #include "common/dtype.cuh"
+#include "epilogue/vector_io.cuh"
 #include "gemm_params.h"
 #include "ptx/cluster.cuh"
 #include "ptx/mbarrier.cuh"
@@ -48,7 +49,7 @@ class TransposedOutput {
       const int at = column + i / 2 * kBlockRows + i % 2 * 8;
       bias_[i / 2][i % 2] = kNoBias;
       if (epilogue.bias.data != nullptr && at < params_.n) {
-        bias_[i / 2][i % 2] = load(epilogue.bias, batch + at * epilogue.bias.stride_n);
+        bias_[i / 2][i % 2] = load<Element>(epilogue.bias, batch + at * epilogue.bias.stride_n);
       }
     }
   }
@@ -77,11 +78,6 @@ class TransposedOutput {
   static_assert(kBuffers > 1);
   // -0 keeps a product of -0; +0 would turn it into +0.
   static constexpr float kNoBias = -0.f;
-
-  static __device__ __forceinline__ float load(const Addend& source, int64_t at) {
-    return source.type == ElementType::kF32 ? static_cast<const float*>(source.data)[at]
-                                            : float(static_cast<const Element*>(source.data)[at]);
-  }
 
   // Writes the warp's columns of the rows from `first` on, with TMA's swizzle. `bias`: of the
   // thread's two columns.
