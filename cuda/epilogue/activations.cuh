@@ -11,6 +11,7 @@
 
 #include <concepts>
 
+#include "epilogue/fast_math.cuh"
 #include "epilogue/known.cuh"
 #include "gemm_params.h"
 
@@ -39,39 +40,18 @@ concept ActivationFunctor = LogisticFunctor<T> || PointwiseFunctor<T>;
 // A functor's parameters are the first of these values.
 using ActivationParameters = float[kActivationParameters];
 
-// Return the larger and the smaller of two values like jnp.maximum and jnp.minimum: NaN if either
-// is NaN, and -0 is less than 0.
-__device__ __forceinline__ float larger(float x, float y) {
-#if __CUDA_ARCH__ >= 800
-  float result;
-  asm("max.NaN.f32 %0, %1, %2;\n" : "=f"(result) : "f"(x), "f"(y));
-  return result;
-#else
-  return x != x ? x : y != y ? y : fmaxf(x, y);
-#endif
-}
-__device__ __forceinline__ float smaller(float x, float y) {
-#if __CUDA_ARCH__ >= 800
-  float result;
-  asm("min.NaN.f32 %0, %1, %2;\n" : "=f"(result) : "f"(x), "f"(y));
-  return result;
-#else
-  return x != x ? x : y != y ? y : fminf(x, y);
-#endif
-}
-
 struct Relu {
-  __device__ __forceinline__ float apply(float x) const { return larger(x, 0.f); }
+  __device__ __forceinline__ float apply(float x) const { return maximum(x, 0.f); }
   // 0 at NaN, like jax.nn.relu.
   __device__ __forceinline__ float derivative(float x) const { return x > 0.f ? 1.f : 0.f; }
 };
 
 struct ReluSquared {
   __device__ __forceinline__ float apply(float x) const {
-    const float y = larger(x, 0.f);
+    const float y = maximum(x, 0.f);
     return y * y;
   }
-  __device__ __forceinline__ float derivative(float x) const { return 2.f * larger(x, 0.f); }
+  __device__ __forceinline__ float derivative(float x) const { return 2.f * maximum(x, 0.f); }
 };
 
 struct Gelu {
@@ -131,7 +111,7 @@ struct Softcap {
 struct Clip {
   float low, high;
   __device__ __forceinline__ explicit Clip(const ActivationParameters& p) : low(p[0]), high(p[1]) {}
-  __device__ __forceinline__ float apply(float x) const { return smaller(high, larger(low, x)); }
+  __device__ __forceinline__ float apply(float x) const { return minimum(high, maximum(low, x)); }
   // Half at a bound, where jnp.minimum and jnp.maximum divide a cotangent evenly; 0 at NaN.
   __device__ __forceinline__ float derivative(float x) const {
     const float from_low = x > low ? 1.f : x == low ? 0.5f : 0.f;
@@ -139,19 +119,6 @@ struct Clip {
     return from_low * (x < high ? 1.f : x == high ? 0.5f : 0.f);
   }
 };
-
-__device__ __forceinline__ float fast_exp2(float x) {
-  float power;
-  asm("ex2.approx.ftz.f32 %0, %1;\n" : "=f"(power) : "f"(x));
-  return power;
-}
-
-// Returns 1 / x, or 0 if that is below 2^-126.
-__device__ __forceinline__ float fast_reciprocal(float x) {
-  float result;
-  asm("rcp.approx.ftz.f32 %0, %1;\n" : "=f"(result) : "f"(x));
-  return result;
-}
 
 constexpr float kMinusLog2E = -1.4426950408889634f;
 

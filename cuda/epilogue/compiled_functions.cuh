@@ -8,19 +8,10 @@
 
 #include <type_traits>
 
+#include "epilogue/fast_math.cuh"
+
 namespace jax_tcgemm {
 
-// NaN if either is NaN, as in jax.numpy; fmaxf would drop NaN.
-__device__ __forceinline__ float maximum(float x, float y) {
-  float result;
-  asm("max.NaN.f32 %0, %1, %2;\n" : "=f"(result) : "f"(x), "f"(y));
-  return result;
-}
-__device__ __forceinline__ float minimum(float x, float y) {
-  float result;
-  asm("min.NaN.f32 %0, %1, %2;\n" : "=f"(result) : "f"(x), "f"(y));
-  return result;
-}
 template <typename T>
 __device__ __forceinline__ T maximum(T x, T y) {
   return x < y ? y : x;
@@ -91,20 +82,14 @@ __device__ __forceinline__ float fast_exp(float x) {
 // infinity there.
 __device__ __forceinline__ float exp_beside_one(float x) {
   const auto [high, correction] = power_of_two(maximum(minimum(x, 88.72283f), -100.f));
-  float power;
-  asm("ex2.approx.ftz.f32 %0, %1;\n" : "=f"(power) : "f"(high));
+  const float power = fast_exp2(high);
   return fmaf(power, correction, power);
 }
 
-// Returns 1 / x for x >= 1, or 0 if the result is below 2^-126.
-__device__ __forceinline__ float reciprocal(float x) {
-  float result;
-  asm("rcp.approx.ftz.f32 %0, %1;\n" : "=f"(result) : "f"(x));
-  return result;
-}
-
 // Returns 1 / (1 + exp(-x)) to a few ulp.
-__device__ __forceinline__ float logistic(float x) { return reciprocal(1.f + exp_beside_one(-x)); }
+__device__ __forceinline__ float logistic(float x) {
+  return fast_reciprocal(1.f + exp_beside_one(-x));
+}
 
 // 1 + tanh(x) and 1 - tanh(x), without cancellation.
 struct BesideTanh {
@@ -112,7 +97,7 @@ struct BesideTanh {
 };
 __device__ __forceinline__ BesideTanh beside_tanh(float x) {
   const float power = exp_beside_one(2.f * x);
-  const float minus = 2.f * reciprocal(1.f + power);
+  const float minus = 2.f * fast_reciprocal(1.f + power);
   return {x > 0.f ? 2.f - minus : power * minus, minus};
 }
 
@@ -125,16 +110,14 @@ __device__ __forceinline__ float coarse_exp(float x) {
 }
 // Returns exp(factor x). The compiler folds a constant factor with log2 e.
 __device__ __forceinline__ float coarse_exp_beside_one(float factor, float x) {
-  float power;
-  asm("ex2.approx.ftz.f32 %0, %1;\n" : "=f"(power) : "f"(kLog2E * factor * x));
-  return power;
+  return fast_exp2(kLog2E * factor * x);
 }
 __device__ __forceinline__ float coarse_logistic(float x, float factor = 1.f) {
-  return reciprocal(1.f + coarse_exp_beside_one(-factor, x));
+  return fast_reciprocal(1.f + coarse_exp_beside_one(-factor, x));
 }
 __device__ __forceinline__ BesideTanh coarse_beside_tanh(float x) {
   const float power = coarse_exp_beside_one(2.f, x);
-  const float minus = 2.f * reciprocal(1.f + power);
+  const float minus = 2.f * fast_reciprocal(1.f + power);
   return {x > 0.f ? 2.f - minus : power * minus, minus};
 }
 
