@@ -13,14 +13,11 @@ namespace jax_tcgemm::sm75 {
 
 constexpr KernelConfig kConfig = mma_sync::known_config(Row::kConfig);
 
-}  // namespace jax_tcgemm::sm75
-
-extern "C" __global__ void __launch_bounds__(
-    jax_tcgemm::sm75::kConfig.threads(),
-    jax_tcgemm::mma_sync::min_blocks(jax_tcgemm::sm75::kConfig))
-    compiled_kernel(const __grid_constant__ jax_tcgemm::GemmParams params,
-                    const __grid_constant__ jax_tcgemm::mma_sync::Layouts) {
+extern "C" __global__ void __launch_bounds__(kConfig.threads(), mma_sync::min_blocks(kConfig))
+    compiled_kernel(const __grid_constant__ GemmParams params,
+                    const __grid_constant__ mma_sync::Layouts) {
   extern __shared__ __align__(128) char smem[];
-  jax_tcgemm::sm75::Kernel<jax_tcgemm::sm75::kConfig>::run(
-      params, jax_tcgemm::ptx::shared_address(smem), jax_tcgemm::mma_sync::KnownMajors());
+  Kernel<kConfig>::run(params, ptx::shared_address(smem), mma_sync::KnownMajors());
 }
+
+}  // namespace jax_tcgemm::sm75

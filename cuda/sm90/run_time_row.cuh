@@ -24,25 +24,22 @@ constexpr KernelConfig known_config(const KernelConfig& config) {
 constexpr KernelConfig kConfig = known_config(Row::kConfig);
 using Layouts = LayoutSet<Layout<kMajorA, kMajorB>>;
 
-}  // namespace jax_tcgemm::sm90
-
 #if JAX_TCGEMM_KNOWN_SKINNY
-extern "C" __global__ void __cluster_dims__(jax_tcgemm::sm90::kConfig.cluster_size(), 1, 1)
-    __launch_bounds__(jax_tcgemm::sm90::kConfig.threads(), jax_tcgemm::sm90::kConfig.blocks_on_sm())
-        compiled_kernel(const __grid_constant__ jax_tcgemm::GemmParams params,
-                        const __grid_constant__ jax_tcgemm::sm90::TensorMaps maps) {
+extern "C" __global__ void __cluster_dims__(kConfig.cluster_size(), 1, 1)
+    __launch_bounds__(kConfig.threads(), kConfig.blocks_on_sm())
+        compiled_kernel(const __grid_constant__ GemmParams params,
+                        const __grid_constant__ TensorMaps maps) {
   extern __shared__ __align__(1024) char smem[];
-  jax_tcgemm::sm90::SkinnyKernel<jax_tcgemm::sm90::kConfig, jax_tcgemm::sm90::Layouts>::run(
-      params, maps, {jax_tcgemm::ptx::shared_address(smem)});
+  SkinnyKernel<kConfig, Layouts>::run(params, maps, {ptx::shared_address(smem)});
 }
 #else
-extern "C" __global__ void __launch_bounds__(jax_tcgemm::sm90::kConfig.threads(),
-                                             jax_tcgemm::sm90::kConfig.blocks_on_sm())
-    compiled_kernel(const __grid_constant__ jax_tcgemm::GemmParams params,
-                    const __grid_constant__ jax_tcgemm::sm90::TensorMaps maps) {
+extern "C" __global__ void __launch_bounds__(kConfig.threads(), kConfig.blocks_on_sm())
+    compiled_kernel(const __grid_constant__ GemmParams params,
+                    const __grid_constant__ TensorMaps maps) {
   extern __shared__ __align__(1024) char smem[];
-  jax_tcgemm::sm90::Kernel<jax_tcgemm::sm90::kConfig, JAX_TCGEMM_KNOWN_SWAP_AB,
-                           jax_tcgemm::sm90::Layouts>::run(params, maps,
-                                                           {jax_tcgemm::ptx::shared_address(smem)});
+  Kernel<kConfig, JAX_TCGEMM_KNOWN_SWAP_AB, Layouts>::run(params, maps,
+                                                          {ptx::shared_address(smem)});
 }
 #endif
+
+}  // namespace jax_tcgemm::sm90
