@@ -105,9 +105,9 @@ struct UnpackParams {
   int64_t values_batch, scales_batch;
 };
 
-// Threads of a block of that pass, and its blocks of 64 k.
-constexpr int kUnpackThreads = 256;
+// Tiles of 64 k of a block of that pass, and its threads.
 constexpr int kUnpackTiles = 2;
+constexpr int kUnpackThreads = kUnpackTiles * 128;
 
 }  // namespace jax_tcgemm
 

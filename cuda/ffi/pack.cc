@@ -45,8 +45,8 @@ Status decode_and_run(ffi::AnyBuffer in, ffi::AnyBuffer out, const PackAttribute
   const int64_t columns = at.transposed ? at.k : at.n;
   const int64_t n_tiles = (at.n + kPackedTile - 1) / kPackedTile;
   const int64_t k_tiles = at.k / kPackedTile;
-  JAX_TCGEMM_REQUIRE(at.k % kPackedTile == 0 && columns % kPackedVector == 0, "batch=", at.batch,
-                     " n=", at.n, " k=", at.k);
+  JAX_TCGEMM_REQUIRE(at.k % kPackedTile == 0 && columns % kPackVectorValues == 0,
+                     "batch=", at.batch, " n=", at.n, " k=", at.k);
   JAX_TCGEMM_REQUIRE(
       (at.transposed ? n_tiles : k_tiles) <= kMaxGridRows && at.batch <= kMaxGridRows,
       "batch=", at.batch, " n=", at.n, " k=", at.k);

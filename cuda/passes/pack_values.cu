@@ -29,7 +29,7 @@ constexpr int kHighShift = 16;
 // Loads rows of four tiles; what the matrix lacks is zeros.
 __device__ __forceinline__ void load_rows(char* tile, const PackProblem& p, int row0, int vector0) {
   const int rows = p.transposed ? p.n : p.k;
-  const int vectors = (p.transposed ? p.k : p.n) / kPackedVector;
+  const int vectors = (p.transposed ? p.k : p.n) / kPackVectorValues;
   const int64_t row_of_all = int64_t{blockIdx.z} * rows + row0;
 #pragma unroll
   for (int i = 0; i < kPackedTile * kRowVectors / kThreads; ++i) {
@@ -91,7 +91,7 @@ __global__ void __launch_bounds__(kThreads)
   const Place at = {thread / 32, thread % 32 / 4, thread % 4};
   const int first = blockIdx.x * kTiles;  // along the rows of the matrix
   const int down = blockIdx.y;
-  load_rows(rows, problem, down * kPackedTile, first * kPackedTile / kPackedVector);
+  load_rows(rows, problem, down * kPackedTile, first * kPackedTile / kPackVectorValues);
   __syncthreads();
   const int k_tiles = problem.k / kPackedTile;
   const int n_tiles = (problem.n + kPackedTile - 1) / kPackedTile;

@@ -9,8 +9,8 @@
 
 namespace jax_tcgemm {
 
-// Rows of a matrix are vectors of so many values.
-constexpr int kPackedVector = 32;
+// The values of a vector. Rows of a matrix are whole vectors.
+constexpr int kPackVectorValues = 32;
 
 // Matrices of 4-bit values without gaps, two in a byte, the first one low: (batch, k, n), or
 // (batch, n, k) if they are `transposed`. jax_tcgemm/lowering/packed_layout.py describes the layout
@@ -19,7 +19,7 @@ struct PackProblem {
   const void* in;
   void* out;
   int32_t batch;
-  int32_t n, k;  // k is a multiple of 64; the extent of a row is one of kPackedVector
+  int32_t n, k;  // k is a multiple of 64; rows are whole vectors
   bool transposed;
   uint32_t flipped;  // bits of eight values to flip: 0x88888888 turns int4 into codes
 };

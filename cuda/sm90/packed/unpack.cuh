@@ -16,9 +16,8 @@ namespace jax_tcgemm::sm90 {
 template <PackedConfig kConfig>
 struct Unpack {
   using Tile = PackedTile<kConfig>;
-  static constexpr int kTiles = 2;
-  static constexpr int kColumns = kTiles * kPackedTile;  // k
-  static constexpr int kPitch = kColumns + 8;            // avoids bank conflicts
+  static constexpr int kColumns = kUnpackTiles * kPackedTile;  // k
+  static constexpr int kPitch = kColumns + 8;                  // avoids bank conflicts
 
   const UnpackParams& params;
   uint16_t (&rows)[kPackedTile][kPitch];  // (n, k)
@@ -91,14 +90,14 @@ struct Unpack {
 
   __device__ __forceinline__ void run() const {
     const int n_tile = blockIdx.y;
-    const int first = blockIdx.x * kTiles;
+    const int first = blockIdx.x * kUnpackTiles;
     const int k_tile = first + threadIdx.x / 128;
     if (k_tile < params.k_tiles) decode(n_tile, k_tile, blockIdx.z);
     __syncthreads();
     constexpr int kChunk = 8;  // elements
     constexpr int kChunks = kColumns / kChunk;
     const int64_t k = static_cast<int64_t>(params.k_tiles) * kPackedTile;
-    for (int i = threadIdx.x; i < kPackedTile * kChunks; i += kTiles * 128) {
+    for (int i = threadIdx.x; i < kPackedTile * kChunks; i += kUnpackThreads) {
       const int row = i / kChunks;
       const int chunk = i % kChunks;
       const int64_t n = static_cast<int64_t>(n_tile) * kPackedTile + row;
