@@ -107,6 +107,15 @@ def test_one_device_has_kernels(name, args):
     assert calls(function, *(jax.device_put(x, one) for x in args)) == count
 
 
+def test_sharded_groups_with_a_dot_algorithm_fall_back(args):
+    def function(x, w):
+        algorithm = lax.DotAlgorithm(jnp.float32, jnp.float32, jnp.float32)
+        return ragged_dot(x, jnp.stack([w, w]), SIZES, precision=algorithm)
+
+    sharded = [jax.device_put(x, NamedSharding(mesh_of(4), P("x"))) for x in args]
+    assert calls(function, *sharded) == calls(function, *sharded, divided=True) == 0
+
+
 def part(function, *operands, out=None, platform="cuda"):
     """Returns one device's program for a call with operands of these shapes and shardings."""
     args = [jax.device_put(x, NamedSharding(mesh_of(4), spec)) for x, spec in operands]

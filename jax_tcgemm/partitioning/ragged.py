@@ -75,9 +75,9 @@ def _accepts(spec: GemmSpec, types: Sequence[Any]) -> bool:
 
     It takes every type, because XLA gathers the matrices of all groups for a loop over them.
     """
-    return isinstance(spec.precision, (tuple, lax.DotAlgorithmPreset)) and all(
-        extent > 0 for x in types for extent in x.shape
-    )
+    # A DotAlgorithm, which no kernel has, is a named tuple.
+    is_known = type(spec.precision) is tuple or isinstance(spec.precision, lax.DotAlgorithmPreset)
+    return is_known and all(extent > 0 for x in types for extent in x.shape)
 
 
 def _work(
