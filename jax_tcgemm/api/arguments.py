@@ -256,6 +256,58 @@ def scalar(name: str, value: Any, out_dtype: np.dtype) -> jax.Array:
     return x
 
 
+def epilogue_operands(
+    given: dict[str, Any], shape: Shape, out_dtype: np.dtype, wide: np.dtype
+) -> tuple[dict[str, tuple[jax.Array, Axes]], dict[str, Any]]:
+    """Checks and places the operands of the epilogue of ``gemm``.
+
+    Args:
+        given: the arguments ``c``, ``residual``, ``bias``, ``row_scale``, ``column_scale``,
+            ``alpha`` and ``beta``, by name.
+        shape: ``(*batch, m, n)``.
+        out_dtype: dtype of the result.
+        wide: dtype of ``alpha`` and ``beta`` if they are arrays.
+
+    Returns:
+        The arrays and their axes, by name. The residual's axes are those of an operand ``c``. The
+        second value holds ``alpha`` and ``beta`` if they are numbers.
+    """
+    *batch, m, n = shape
+    operands, numbers = {}, {}
+    for name in ("c", "residual"):
+        if given[name] is not None:
+            operands[name] = placed(addend(name, given[name], shape, out_dtype), shape)
+    for name, extent in {"bias": n, "row_scale": m, "column_scale": n}.items():
+        if given[name] is not None:
+            full = (*batch, extent)
+            operands[name] = placed(vector(name, given[name], full, out_dtype), full)
+    for name in ("alpha", "beta"):
+        if is_number(given[name]):
+            numbers[name] = constant(name, given[name], out_dtype)
+            continue
+        x = scalar(name, given[name], out_dtype)
+        if name == "alpha" or "c" in operands:
+            operands[name] = x if x.dtype == wide else x.astype(wide), (None,) * len(batch)
+    return operands, numbers
+
+
+def gate_biases(
+    given: dict[str, Any], shape: Shape, out_dtype: np.dtype
+) -> dict[str, tuple[jax.Array, Axes]]:
+    """Checks and places the biases of ``gated_gemm``, which become ``bias`` and ``bias2``.
+
+    Args:
+        given: the bias of the gate and that of the other product, by argument name.
+        shape: ``(*batch, n)``.
+        out_dtype: dtype of the result.
+    """
+    return {
+        own: placed(vector(name, given[name], shape, out_dtype), shape)
+        for own, name in zip(("bias", "bias2"), given, strict=True)
+        if given[name] is not None
+    }
+
+
 def _check_kind(name: str, dtype: Any, out_dtype: np.dtype, value: Any = None) -> None:
     """Checks that values of ``dtype`` can be added to the result without losing their kind."""
     kinds = (jnp.complexfloating, jnp.floating, jnp.integer, jnp.bool_)

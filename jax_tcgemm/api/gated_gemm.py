@@ -170,10 +170,8 @@ def gated_operands(
     else:
         w_up = arguments.like("w_up", w_up, "w_gate", w_gate)
         placed["b2"] = arguments.placed(w_up, (*batch, k, n), transpose_w)
-    for name, own, value in (("bias_gate", "bias", bias_gate), ("bias_up", "bias2", bias_up)):
-        if value is not None:
-            vector = arguments.vector(name, value, (*batch, n), out_dtype)
-            placed[own] = arguments.placed(vector, (*batch, n))
+    biases = {"bias_gate": bias_gate, "bias_up": bias_up}
+    placed |= arguments.gate_biases(biases, (*batch, n), out_dtype)
     operands = Operands(**{name: operand for name, (operand, _) in placed.items()})
     axes = Operands(**{name: axes for name, (_, axes) in placed.items()})
     return operands, GemmSpec(axes, out_dtype, precision, Epilogue("gated"), packed=w_up is None)

@@ -11,6 +11,7 @@ from jax.typing import ArrayLike, DTypeLike
 from jax_tcgemm import _compat
 from jax_tcgemm.api import arguments, eager, quantized, weight_only, weights
 from jax_tcgemm.api import epilogue as epilogues
+from jax_tcgemm.lowering import reference
 from jax_tcgemm.primitives import gemm as gemm_primitive
 from jax_tcgemm.problem.activations import Activation
 from jax_tcgemm.problem.arithmetic import accumulator_dtype
@@ -235,37 +236,22 @@ def gemm(
         return epilogues.applied(
             (a, b), spec, shape, epilogue, epilogue_operands, preferred_element_type
         )
-    if c is not None:
-        c = arguments.addend("c", c, (*batch, m, n), out_dtype)
+    if c is None and residual is not None:
+        given["beta"] = 1.0  # the residual takes the place of c
+    wide = accumulator_dtype(a.dtype, b.dtype, out_dtype)
+    own, constants = arguments.epilogue_operands(given, (*batch, m, n), out_dtype, wide)
     form, added_later = "add", None
-    if residual is not None:
-        residual = arguments.addend("residual", residual, (*batch, m, n), out_dtype)
-        if c is not None:  # the kernel takes only one operand of this shape
-            added_later = residual
+    if "residual" in own:
+        if "c" in own:  # the kernel takes only one operand of this shape
+            added_later = own.pop("residual")
         else:
-            c, beta = residual, 1.0
+            own["c"] = own.pop("residual")
             form = "add" if activation is None else "residual"
     placed = {
         "a": arguments.placed(a, (*batch, m, k), transpose_a),
         "b": arguments.placed(b, (*batch, k, n), transpose_b),
+        **own,
     }
-    if c is not None:
-        placed["c"] = arguments.placed(c, (*batch, m, n))
-    vectors = {"bias": (bias, n), "row_scale": (row_scale, m), "column_scale": (column_scale, n)}
-    for name, (value, extent) in vectors.items():
-        if value is not None:
-            vector = arguments.vector(name, value, (*batch, extent), out_dtype)
-            placed[name] = arguments.placed(vector, (*batch, extent))
-    constants = {}
-    for name, value in (("alpha", alpha), ("beta", beta)):
-        if arguments.is_number(value):
-            constants[name] = arguments.constant(name, value, out_dtype)
-            continue
-        scalar = arguments.scalar(name, value, out_dtype)
-        if name == "alpha" or c is not None:
-            wide = accumulator_dtype(a.dtype, b.dtype, out_dtype)
-            scalar = scalar if scalar.dtype == wide else scalar.astype(wide)
-            placed[name] = scalar, (None,) * len(batch)
     operands = Operands(**{name: operand for name, (operand, _) in placed.items()})
     axes = Operands(**{name: axes for name, (_, axes) in placed.items()})
     spec = GemmSpec(
@@ -281,7 +267,7 @@ def gemm(
     if added_later is None:
         return d
     wide = accumulator_dtype(out_dtype, out_dtype, out_dtype)
-    added_later = jnp.broadcast_to(added_later, d.shape)
+    added_later = jnp.broadcast_to(reference.aligned(*added_later), d.shape)
     if out_sharding is not None:
         added_later = _compat.typed_as(d, added_later)
     return (d.astype(wide) + added_later.astype(wide)).astype(out_dtype)

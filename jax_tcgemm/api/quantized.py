@@ -23,6 +23,7 @@ from jax_tcgemm.epilogue.spec import CompiledSpec
 from jax_tcgemm.kernels import names as kernel_names
 from jax_tcgemm.primitives import jit_epilogue
 from jax_tcgemm.problem.arithmetic import is_quantized, resolve_run_time
+from jax_tcgemm.problem.epilogue import Epilogue
 from jax_tcgemm.problem.spec import GemmSpec
 from jax_tcgemm.problem.strides import Operands, Shape
 from jax_tcgemm.quantized.scaled_array import ScaledArray
@@ -211,7 +212,6 @@ def formula_of(
     asked: Asked, given: dict[str, Any], activation: Any, shape: Shape, out_dtype: np.dtype
 ) -> Formula:
     """Checks the operands of the epilogue and returns its formula."""
-    *batch, m, n = shape
     quantizes = asked.out_scale is not None
     if quantizes and out_dtype.name not in _OUT_SCALED:
         raise ValueError(
@@ -226,35 +226,20 @@ def formula_of(
         )
     wide = jnp.dtype(jnp.float32 if quantizes else out_dtype)
     arguments.check_activation(activation, wide)
-    operands: dict[str, jax.Array] = {}
-    for name in ("c", "residual"):
-        if given[name] is not None:
-            operands[name] = arguments.addend(name, given[name], tuple(shape), wide)
-    extents = {"bias": n, "row_scale": m, "column_scale": n}
-    for name, extent in extents.items():
-        if given[name] is not None:
-            operands[name] = arguments.vector(name, given[name], (*batch, extent), wide)
-    numbers = {}
-    for name in ("alpha", "beta"):
-        if arguments.is_number(given[name]):
-            numbers[name] = arguments.constant(name, given[name], wide)
-        else:
-            numbers[name] = 1
-            operands[name] = arguments.scalar(name, given[name], wide)
+    sums = jnp.dtype(out_dtype if is_integer else jnp.float32)
+    placed, numbers = arguments.epilogue_operands(given, shape, wide, sums)
+    operands = {name: x for name, (x, _) in placed.items()}
+    axes = {name: axes for name, (_, axes) in placed.items()}
     if quantizes:
         scale = arguments.array("out_scale", asked.out_scale)
         if scale.size != 1:
             raise ValueError(f"out_scale must be one number, got out_scale.shape={scale.shape}")
         operands["out_scale"] = scale.reshape(())
-    return Formula(
-        operands,
-        activation,
-        numbers["alpha"],
-        numbers["beta"],
-        out_dtype,
-        quantizes,
-        asked.return_amax,
-    )
+    residual_axes = axes.pop("residual", ())
+    whole = tuple(range(len(shape)))
+    epilogue = Epilogue("add", activation, **numbers)
+    spec = GemmSpec(Operands(whole, whole, **axes), sums, None, epilogue)
+    return Formula(operands, spec, residual_axes, out_dtype, asked.return_amax)
 
 
 def _bind(

@@ -23,11 +23,14 @@ from jax_tcgemm.epilogue.spec import PackedFunctionSpec
 from jax_tcgemm.kernels import packed as kernels
 from jax_tcgemm.kernels import packed_configs
 from jax_tcgemm.kernels.names import NO_ROWS
+from jax_tcgemm.lowering import reference
 from jax_tcgemm.primitives import packed as packed_primitive
 from jax_tcgemm.primitives import packed_function
-from jax_tcgemm.problem.activations import resolve
 from jax_tcgemm.problem.arithmetic import at_least_float32
+from jax_tcgemm.problem.epilogue import Epilogue
 from jax_tcgemm.problem.packed import PackedSpec
+from jax_tcgemm.problem.spec import GemmSpec
+from jax_tcgemm.problem.strides import Operands
 from jax_tcgemm.quantized.arrays import dequantize, is_quantized
 from jax_tcgemm.quantized.packed import PackedWeight
 
@@ -217,11 +220,11 @@ def packed_gated_gemm(
         of_products, operands = epilogue, tuple(epilogue_operands)
     else:
         arguments.check_activation(activation, out_dtype)
-        vectors = [
-            None if bias is None else arguments.vector(name, bias, (*batch, n), out_dtype)
-            for name, bias in biases.items()
-        ]
-        of_products, operands = _gate(activation, out_dtype, wide), (vectors,)
+        placed = arguments.gate_biases(biases, (*batch, n), out_dtype)
+        vectors = Operands(None, None, **{name: x for name, (x, _) in placed.items()})
+        whole = tuple(range(len(batch) + 2))
+        axes = Operands(whole, whole, **{name: own for name, (_, own) in placed.items()}, b2=whole)
+        of_products, operands = _gate(activation, out_dtype, axes), (vectors,)
     if w_up is not None and out_sharding is None:
         weights = [w_gate, w_up]
         return function_of_products(x, weights, wide, config, of_products, operands, preferred)
@@ -232,19 +235,10 @@ def packed_gated_gemm(
     return applied(products, of_products, operands, preferred)
 
 
-def _gate(activation: Any, out_dtype: np.dtype, wide: np.dtype) -> Callable[..., jax.Array]:
+def _gate(activation: Any, out_dtype: np.dtype, axes: Operands) -> Callable[..., jax.Array]:
     """Returns the function of the two products and their biases that a gated layer computes."""
-
-    def gate(gate: jax.Array, up: jax.Array, vectors: list[jax.Array | None]) -> jax.Array:
-        pairs = zip((gate, up), vectors, strict=True)
-        gate, up = (
-            z if bias is None else z + jnp.expand_dims(bias.astype(wide), -2) for z, bias in pairs
-        )
-        if activation is not None:
-            gate = resolve(activation).reference(gate)
-        return (gate * up).astype(out_dtype)
-
-    return gate
+    spec = GemmSpec(axes, out_dtype, None, Epilogue("gated", activation))
+    return lambda gate, up, vectors: reference.epilogue([gate, up], vectors, spec)[0]
 
 
 def applied(
