@@ -110,26 +110,23 @@ def _by_row(x: Operands, spec: GemmSpec, algorithm: str, source: str = "") -> li
     _check_built(spec)
     if apart:
         return _finished_apart(x, spec, algorithm)
-    is_short = spec.is_gated and fold(spec.strided(shapes_of(x))).m <= _FEW_ROWS
-    if is_short and spec.config is None:
+    if _is_by_products(x, spec):
         return _gated_by_products(x, spec, algorithm)
     return custom_call(x, spec, algorithm)
 
 
-def kernel_of(x: Operands, spec: GemmSpec, *, strict: bool = False) -> tuple[GemmSpec, str] | str:
-    """Returns how ``cuda_gemm`` computes a gemm by one launch of a kernel.
+def kernel_of(x: Operands, spec: GemmSpec) -> tuple[GemmSpec, str] | str:
+    """Returns how ``cuda_gemm`` computes a gemm by one kernel, although XLA may be faster.
 
     Args:
         x: the types of the operands.
         spec: the primitive's parameters.
-        strict: takes a kernel although XLA may be faster. A spec may ask for that, too.
 
     Returns:
         ``spec`` with the fastest known configuration, and the algorithm. If ``cuda_gemm`` computes
         the gemm in another way, it is the reason.
     """
     types = (x.a.dtype, x.b.dtype, spec.out_dtype, spec.precision)
-    strict = strict or fallback.is_strict(spec.config)
     if spec.config == KERNEL:
         spec = spec.replace(config=None)
     if complex_product.is_complex(x, spec) or fallback.possible_planes(*types) is not None:
@@ -138,15 +135,9 @@ def kernel_of(x: Operands, spec: GemmSpec, *, strict: bool = False) -> tuple[Gem
     reason = fallback.no_kernel(algorithm, spec, x)
     if algorithm is None or reason is not None:
         return reason or "no kernel"
-    spec, _ = _tuned(flatten(x), spec, algorithm, strict)
-    if spec.config == XLA:
-        return "XLA's product was measured to be faster"
-    reason = None if strict else fallback.slower_than_xla(algorithm, spec, x)
-    if reason is not None:
-        return reason
+    spec, _ = _tuned(flatten(x), spec, algorithm, strict=True)
     _check_built(spec)
-    is_short = spec.is_gated and fold(spec.strided(shapes_of(x))).m <= _FEW_ROWS
-    if _is_finished_apart(x, spec, algorithm) or (is_short and spec.config is None):
+    if _is_finished_apart(x, spec, algorithm) or _is_by_products(x, spec):
         return "the kernel lacks the epilogue"
     return spec, algorithm
 
@@ -223,6 +214,13 @@ def _problem(x: Operands, spec: GemmSpec, algorithm: str) -> str:
             "results": list(spec.epilogue.results),
         },
     )
+
+
+def _is_by_products(x: Operands, spec: GemmSpec) -> bool:
+    """Checks if ``_gated_by_products`` computes a gemm."""
+    if not spec.is_gated or spec.config is not None:
+        return False
+    return fold(spec.strided(shapes_of(x))).m <= _FEW_ROWS
 
 
 def _gated_by_products(x: Operands, spec: GemmSpec, algorithm: str) -> list[jax.Array]:
