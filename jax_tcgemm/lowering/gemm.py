@@ -64,7 +64,8 @@ def cuda_gemm(*operands: jax.Array, spec: GemmSpec) -> list[jax.Array]:
         log(f"{_describe(x, spec)}: {how}")
         return results
     if is_quantized(x.a.dtype, x.b.dtype) and spec.config != XLA:
-        return _quantized(operands, spec)
+        described = _describe(x, spec)
+        return quantized.cuda_product(operands, spec, described, reference.reference_gemm)
     planes = fallback.possible_planes(*types)
     if planes is not None:
         return _by_planes(operands, spec, planes, strict)
@@ -140,19 +141,6 @@ def kernel_of(x: Operands, spec: GemmSpec) -> tuple[GemmSpec, str] | str:
     if _is_finished_apart(x, spec, algorithm) or _is_by_products(x, spec):
         return "the kernel lacks the epilogue"
     return spec, algorithm
-
-
-def _quantized(operands: Sequence[jax.Array], spec: GemmSpec) -> list[jax.Array]:
-    """Computes an 8-bit product by a kernel that is compiled for it, or by XLA."""
-    x = spec.unflatten(operands)
-    if spec.is_gated or spec.work != "none":
-        reason = "more than a product of 8-bit operands"
-        fallback.report(_describe(x, spec), reason, strict=fallback.is_strict(spec.config))
-        return reference.reference_gemm(*operands, spec=spec)
-    shape = spec.result_shape(shapes_of(x))
-    return quantized.cuda_product(
-        *operands, spec=spec, shape=shape, reference=reference.reference_gemm
-    )
 
 
 def _by_planes(

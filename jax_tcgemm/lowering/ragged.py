@@ -35,7 +35,8 @@ def cuda_ragged(*operands: jax.Array, spec: GemmSpec) -> list[jax.Array]:
     x = spec.unflatten(operands)
     by_rows = spec.grouped == "m"
     if by_rows and is_quantized(x.a.dtype, x.b.dtype) and spec.config != kernel_names.XLA:
-        return _quantized(operands, spec)
+        described = _describe(operands, spec)
+        return quantized.cuda_product(operands, spec, described, reference_product)
     algorithm, spec = _kernel_algorithm(operands, spec)
     if algorithm is None:
         return reference_product(*operands, spec=spec)
@@ -67,17 +68,6 @@ def cuda_ragged(*operands: jax.Array, spec: GemmSpec) -> list[jax.Array]:
     )
     inside = tuple(slice(extent) for extent in shape)
     return [result[inside].astype(spec.out_dtype) for result in results]
-
-
-def _quantized(operands: Sequence[jax.Array], spec: GemmSpec) -> list[jax.Array]:
-    """Computes an 8-bit product by a kernel compiled for it, or in ``jax.lax``."""
-    if spec.work != "none":
-        call = _describe(operands, spec)
-        strict = fallback.is_strict(spec.config)
-        fallback.report(call, "more than a product of 8-bit operands", strict=strict)
-        return reference_product(*operands, spec=spec)
-    shape = spec.result_shape(shapes_of(spec.unflatten(operands)))
-    return quantized.cuda_product(*operands, spec=spec, shape=shape, reference=reference_product)
 
 
 def _padded(x: jax.Array, dtype: np.dtype) -> jax.Array:
