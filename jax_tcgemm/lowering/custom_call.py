@@ -183,8 +183,6 @@ def attributes(
         for name, values in gemm.strides._asdict().items()
         if name not in _WITHOUT_STRIDES
     }
-    activation = resolve(spec.activation)
-    p0, p1 = (*activation.parameters, 0.0, 0.0)[:2]
     return {
         "m": np.int64(gemm.m),
         "n": np.int64(gemm.n),
@@ -198,9 +196,7 @@ def attributes(
         "alpha": np.float32(np.real(spec.alpha)),
         "beta": np.float32(np.real(spec.beta)),
         "c_role": spec.epilogue.row.c_role,
-        "activation": activation.cpp_name,
-        "activation_p0": np.float32(p0),
-        "activation_p1": np.float32(p1),
+        **resolve(spec.activation).attributes,
         "gated": spec.is_gated,
         "pairs_of_b": pairs_of_b,
         "beside_collectives": devices.is_one_of_several() and contracts_rows(gemm),

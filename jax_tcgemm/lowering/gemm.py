@@ -22,7 +22,7 @@ from jax_tcgemm.lowering import (
 from jax_tcgemm.lowering.custom_call import custom_call, shapes_of
 from jax_tcgemm.lowering.row_epilogue import lacks_epilogue
 from jax_tcgemm.problem.activations import resolve
-from jax_tcgemm.problem.alignment import is_transposed
+from jax_tcgemm.problem.alignment import layouts
 from jax_tcgemm.problem.arithmetic import (
     is_quantized,
     resolve_algorithm,
@@ -188,7 +188,7 @@ def _problem(x: Operands, spec: GemmSpec, algorithm: str) -> str:
     return problem_key(
         op="gated" if spec.is_gated else "gemm",
         algorithm=algorithm,
-        layout="".join("t" if is_transposed(gemm, name) else "n" for name in ("a", "b")),
+        layout=layouts(gemm),
         m=gemm.m,
         n=gemm.n,
         k=gemm.k,

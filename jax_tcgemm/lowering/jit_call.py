@@ -18,7 +18,7 @@ from jax_tcgemm.epilogue.spec import CompiledSpec
 from jax_tcgemm.kernels.arithmetic import ALL_ARITHMETIC
 from jax_tcgemm.lowering import fallback, layout
 from jax_tcgemm.lowering.custom_call import second_weight_offset
-from jax_tcgemm.problem.alignment import is_transposed
+from jax_tcgemm.problem.alignment import layouts
 from jax_tcgemm.problem.arithmetic import INPUT_DTYPES
 from jax_tcgemm.problem.strides import Shape, StridedGemm
 
@@ -76,7 +76,7 @@ class Call:
     @property
     def layout(self) -> str:
         """The layouts of ``a`` and ``b``: ``n``, or ``t`` for a transposed one."""
-        return "".join("t" if is_transposed(self.gemm, name) else "n" for name in ("a", "b"))
+        return layouts(self.gemm)
 
     @property
     def is_few(self) -> bool:

@@ -46,8 +46,6 @@ def cuda_ragged(*operands: jax.Array, spec: GemmSpec) -> list[jax.Array]:
     if x.bias is not None:
         x = x._replace(bias=_padded(x.bias, out_dtype if x.bias.dtype == out_dtype else _FLOAT32))
     padded = spec.strided(shapes_of(x))
-    activation = resolve(spec.activation)
-    p0, p1 = (*activation.parameters, 0.0, 0.0)[:2]
     result = jax.ShapeDtypeStruct(spec.result_shape(shapes_of(x)), out_dtype)
     call = jax.ffi.ffi_call(_extension.RAGGED_DOT_TARGET, (result,) * spec.result_count)
     results = call(
@@ -60,9 +58,7 @@ def cuda_ragged(*operands: jax.Array, spec: GemmSpec) -> list[jax.Array]:
         transpose_rhs=spec.transposes_b,
         has_bias=x.bias is not None,
         has_aux=spec.result_count > 1,
-        activation=activation.cpp_name if by_rows else "",
-        activation_p0=np.float32(p0),
-        activation_p1=np.float32(p1),
+        **resolve(spec.activation).attributes,
         algorithm=algorithm,
         config=spec.config or "",
     )

@@ -13,6 +13,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +37,13 @@ class Activation(ComparedExactly):
     cpp_name: str
     function: Callable[..., jax.Array]
     parameters: tuple[float, ...] = ()
+
+    @property
+    def attributes(self) -> dict[str, Any]:
+        """The attributes of a custom call that computes the activation."""
+        p0, p1 = (*self.parameters, 0.0, 0.0)[:2]
+        parameters = {"activation_p0": np.float32(p0), "activation_p1": np.float32(p1)}
+        return {"activation": self.cpp_name, **parameters}
 
     def reference(self, x: jax.Array) -> jax.Array:
         """Returns the activation of ``x``, elementwise."""

@@ -25,15 +25,11 @@ def misalignment(gemm: StridedGemm, name: str, itemsize: int) -> str | None:
     Returns:
         A phrase such as ``"a leading dimension of 1001 elements"``, or ``None`` if nothing does.
     """
-    batch_strides, rows, row_stride, columns = _layout(gemm, name)
-    for what, value in (
-        *(("a batch stride", stride) for stride in batch_strides),
-        ("a leading dimension", row_stride if rows > 1 else 0),
-        ("a contiguous extent", columns),
-    ):
-        if value * itemsize % COPY_BYTES:
-            return f"{what} of {value} elements"
-    return None
+    what = unaligned_stride(gemm, name, itemsize)
+    _, _, _, columns = _layout(gemm, name)
+    if what is None and columns * itemsize % COPY_BYTES:
+        return f"a contiguous extent of {columns} elements"
+    return what
 
 
 def unaligned_stride(gemm: StridedGemm, name: str, itemsize: int) -> str | None:
@@ -176,6 +172,11 @@ def _rounded_up(value: int, multiple: int) -> int:
 def is_transposed(gemm: StridedGemm, name: str) -> bool:
     """Checks if ``"a"`` is stored as ``(k, m)``, or ``"b"`` as ``(n, k)``."""
     return _is_mn_major(gemm, name) == (name == "a")
+
+
+def layouts(gemm: StridedGemm) -> str:
+    """Returns the layouts of ``a`` and ``b``, each ``n``, or ``t`` if it is transposed."""
+    return "".join("t" if is_transposed(gemm, name) else "n" for name in ("a", "b"))
 
 
 def elements(gemm: StridedGemm, name: str) -> int:

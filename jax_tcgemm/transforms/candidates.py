@@ -24,7 +24,7 @@ from jax_tcgemm.lowering.row_epilogue import c_by_tma
 from jax_tcgemm.problem.alignment import (
     COPY_BYTES,
     LINE_BYTES,
-    is_transposed,
+    layouts,
     misalignment,
     most_split_bytes,
     padding_bytes,
@@ -259,7 +259,7 @@ def _of_gemm(product: Product, is_hopper: bool) -> dict[str, Any]:
         "aligned": odd <= padded,
         "tma_addressable": odd_for_tma <= padded and fits_tma,
         "float32_result": out.itemsize > itemsize,
-        "layout": "".join("t" if is_transposed(gemm, name) else "n" for name in ("a", "b")),
+        "layout": layouts(gemm),
         "workspace_bytes": 0 if spec.is_gated else most_split_bytes(gemm),
         "epilogue": spec.work,
         "gated": spec.is_gated,
