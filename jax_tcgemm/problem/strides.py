@@ -57,9 +57,6 @@ ROLES = Operands(
     c2="mn",
 )
 
-_WITH_ROWS = tuple(name for name, roles in ROLES._asdict().items() if "m" in roles)
-_WITHOUT_ROWS = tuple(name for name, roles in ROLES._asdict().items() if "m" not in roles)
-
 
 @dataclasses.dataclass(frozen=True)
 class StridedGemm:
@@ -134,18 +131,11 @@ def fold(gemm: StridedGemm) -> StridedGemm:
       rows. So ``x (B, T, k) @ w (k, n)`` is one product.
     - Neighbouring batch dimensions become one if one stride steps through both.
     """
-    for i in reversed(range(len(gemm.batch))):
-        if gemm.batch[i] == 1:
-            gemm = _without_batch(gemm, i)
-    while gemm.batch and gemm.m * gemm.batch[-1] <= MAX_EXTENT and _batch_continues_rows(gemm):
-        gemm = _batch_as_rows(gemm)
-    for i in reversed(range(len(gemm.batch) - 1)):
-        inner = gemm.batch[i + 1]
-        if all(s[i] == s[i + 1] * inner for s in gemm.strides):
-            merged = (*gemm.batch[:i], gemm.batch[i] * inner, *gemm.batch[i + 2 :])
-            strides = Operands(*(s[:i] + s[i + 1 :] for s in gemm.strides))
-            gemm = dataclasses.replace(gemm, batch=merged, strides=strides)
-    return gemm
+    strides = [[*each] for each in gemm.strides]
+    with_rows = [each for each, roles in zip(strides, ROLES, strict=True) if "m" in roles]
+    without_rows = [each for each, roles in zip(strides, ROLES, strict=True) if "m" not in roles]
+    m, batch = _fold(gemm, with_rows, without_rows)
+    return dataclasses.replace(gemm, m=m, batch=batch, strides=Operands(*map(tuple, strides)))
 
 
 def fold_beside(
@@ -161,69 +151,54 @@ def fold_beside(
     Returns:
         The folded gemm, and the others' strides in its dimensions.
     """
-    batch, m = list(gemm.batch), gemm.m
     a, b, *rest = ([*each] for each in (gemm.strides.a, gemm.strides.b, *others))
-    every = (a, b, *rest)
+    m, batch = _fold(gemm, [a, *rest], [b], keeps_rows)
+    absent = Operands(*((0,) * (len(batch) + len(roles)) for roles in ROLES))
+    strides = absent._replace(a=tuple(a), b=tuple(b))
+    folded = dataclasses.replace(gemm, m=m, batch=batch, strides=strides)
+    return folded, tuple(map(tuple, rest))
+
+
+def _fold(
+    gemm: StridedGemm,
+    with_rows: list[list[int]],
+    without_rows: list[list[int]],
+    keeps_rows: bool = False,
+) -> tuple[int, Shape]:
+    """Folds the strides in place, and returns the rows and the batch that remain.
+
+    Args:
+        gemm: the gemm.
+        with_rows: strides of the operands that have rows, first those of the batch, then m.
+        without_rows: strides of all others, first those of the batch.
+        keeps_rows: whether batch dimensions must not become rows.
+    """
+    m, batch = gemm.m, [*gemm.batch]
+    every = (*with_rows, *without_rows)
 
     def drop(i: int) -> None:
-        del batch[i]
-        for each in every:
+        for each in (batch, *every):
             del each[i]
 
     for i in reversed(range(len(batch))):
         if batch[i] == 1:
             drop(i)
-    while not keeps_rows and batch and m * batch[-1] <= MAX_EXTENT and b[-3] == 0:
-        # The batch must continue the rows of all operands that have rows. If there is one row, its
-        # stride is never used, and the batch's stride replaces it.
-        if m == 1 and a[-3] != 0:
-            for each in (a, *rest):
-                each[-2] = each[-3]
-        elif any(each[-3] != m * each[-2] for each in (a, *rest)):
+    while not keeps_rows and batch and m * batch[-1] <= MAX_EXTENT:
+        i = len(batch) - 1
+        if any(each[i] for each in without_rows):
             break
-        m *= batch[-1]
-        drop(len(batch) - 1)
+        if m == 1:  # the stride of one row is never used, and the batch's stride replaces it
+            for each in with_rows:
+                each[i + 1] = each[i]
+        elif any(each[i] != m * each[i + 1] for each in with_rows):
+            break
+        m *= batch[i]
+        drop(i)
     for i in reversed(range(len(batch) - 1)):
-        inner = batch[i + 1]
-        if all(each[i] == each[i + 1] * inner for each in every):
+        if all(each[i] == each[i + 1] * batch[i + 1] for each in every):
             batch[i + 1] *= batch[i]
             drop(i)
-    strides = Operands(tuple(a), tuple(b))
-    strides = strides._replace(
-        **{
-            name: (0,) * (len(batch) + len(roles))
-            for name, roles in ROLES._asdict().items()
-            if name not in ("a", "b")
-        }
-    )
-    folded = dataclasses.replace(gemm, m=m, batch=tuple(batch), strides=strides)
-    return folded, tuple(map(tuple, rest))
-
-
-def _without_batch(gemm: StridedGemm, i: int) -> StridedGemm:
-    strides = Operands(*(s[:i] + s[i + 1 :] for s in gemm.strides))
-    return dataclasses.replace(gemm, batch=gemm.batch[:i] + gemm.batch[i + 1 :], strides=strides)
-
-
-def _batch_continues_rows(gemm: StridedGemm) -> bool:
-    innermost = len(gemm.batch) - 1
-    if any(getattr(gemm.strides, name)[innermost] for name in _WITHOUT_ROWS):
-        return False
-    # If there is one row, its stride is never used, and the batch's stride replaces it.
-    strides = (getattr(gemm.strides, name) for name in _WITH_ROWS)
-    return gemm.m == 1 or all(s[innermost] == gemm.m * s[innermost + 1] for s in strides)
-
-
-def _batch_as_rows(gemm: StridedGemm) -> StridedGemm:
-    innermost = len(gemm.batch) - 1
-    rows = gemm.m * gemm.batch[innermost]
-    if gemm.m == 1:
-        swapped = {}
-        for name in _WITH_ROWS:
-            s = getattr(gemm.strides, name)
-            swapped[name] = (*s[:innermost], s[innermost + 1], s[innermost], *s[innermost + 2 :])
-        gemm = dataclasses.replace(gemm, strides=gemm.strides._replace(**swapped))
-    return dataclasses.replace(_without_batch(gemm, innermost), m=rows)
+    return m, tuple(batch)
 
 
 def has_unit_stride(strides: Shape, extents: tuple[int, int]) -> bool:
