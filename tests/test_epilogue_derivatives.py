@@ -10,7 +10,7 @@ import pytest
 
 from jax_tcgemm import _core, gemm, mlp
 from jax_tcgemm.epilogue import cubins, function, linear, nvrtc, source, translation
-from jax_tcgemm.lowering import jit_epilogue, jit_pass
+from jax_tcgemm.lowering import jit_epilogue, jit_source
 from jax_tcgemm.primitives import epilogue_derivative
 from jax_tcgemm.primitives import jit_epilogue as jit_epilogue_primitive
 
@@ -132,7 +132,7 @@ def test_passes_compile(name, shape):
     if name == "normal noise" and len(shape) > 2:
         pytest.skip("an index along a batch is not translated")
     spec, made = _program(f, *kinds, shape=shape)
-    folded, strides = jit_pass._folded(spec.shape, made)
+    folded, strides = jit_source.folded(spec.shape, made)
     text = jit_epilogue.source_of(made, strides, folded.n, batched=bool(folded.batch))
     program = source.of_kernel(text, source.PASS, "")
     assert found.compile(program, "sm_90a", cubins.include_folders())
@@ -234,7 +234,7 @@ def test_rows_of_a_batch_are_counted_apart():
     )
     assert translation.translate(traced).keeps_rows
     spec, made = _program(f, "mn", shape=shape)
-    folded, _ = jit_pass._folded(spec.shape, made)
+    folded, _ = jit_source.folded(spec.shape, made)
     assert (folded.m, folded.batch) == (64, (4,))
     _, made = _program(lambda acc: jnp.sin(acc).astype(BF16), shape=shape)
     assert not made.keeps_rows

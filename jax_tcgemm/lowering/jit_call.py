@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,12 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_tcgemm import _extension
-from jax_tcgemm.epilogue import source
 from jax_tcgemm.epilogue.program import Program
 from jax_tcgemm.epilogue.spec import CompiledSpec
 from jax_tcgemm.kernels.arithmetic import ALL_ARITHMETIC
 from jax_tcgemm.lowering import fallback, layout
 from jax_tcgemm.lowering.custom_call import second_weight_offset
+from jax_tcgemm.lowering.jit_source import function_attributes
 from jax_tcgemm.problem.alignment import layouts
 from jax_tcgemm.problem.arithmetic import INPUT_DTYPES
 from jax_tcgemm.problem.strides import Shape, StridedGemm
@@ -31,7 +30,6 @@ class Call:
     source: str
     gemm: StridedGemm
     leaf_strides: tuple[Shape, ...]
-    staged: tuple[bool, ...]
     algorithm: str
     warp_bytes: int
     factors: tuple[layout.Factor, ...] = ()  # 8-bit operands, which emit makes k-major
@@ -98,8 +96,6 @@ class Call:
     def _attributes(self, spec: CompiledSpec) -> dict[str, Any]:
         """Returns the ``CompiledAttributes`` of ``cuda/ffi/compiled.cc``."""
         gemm, product = self.gemm, spec.product
-        strides = [stride for each in self.leaf_strides for stride in each]
-        elements = [math.prod(x.shape) for x in self.program.outputs]
         a_scale, b_scale = self.scale_strides or ((), ())
         return {
             "m": np.int64(gemm.m),
@@ -111,15 +107,11 @@ class Call:
             "b_strides": np.asarray(gemm.strides.b, np.int64),
             "a_scale_strides": np.asarray(a_scale, np.int64),
             "b_scale_strides": np.asarray(b_scale, np.int64),
-            "operand_strides": np.asarray(strides, np.int64),
-            "operand_vectors": np.asarray(self.staged, np.int64),
-            "result_elements": np.asarray(elements, np.int64),
             "warp_bytes": np.int64(self.warp_bytes),
             "has_b2": product.axes.b2 is not None,
             "gated": spec.is_gated,
             "has_groups": product.is_grouped,
             "algorithm": self.algorithm,
             "config": product.config or "",
-            "digest": source.digest(self.source),
-            "source": self.source,
+            **function_attributes(self.program, self.leaf_strides, gemm.n, self.source),
         }

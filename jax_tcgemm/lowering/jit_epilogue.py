@@ -27,7 +27,6 @@ from jax_tcgemm.lowering.jit_source import (
     most_result_bytes,
     result_bytes,
     source_of,
-    staged_of,
     warp_bytes,
 )
 from jax_tcgemm.problem.alignment import bytes_of_added_parts
@@ -228,10 +227,9 @@ def _planned(own: Sequence[Any], spec: CompiledSpec, made: Program, may_stream: 
     needed = warp_bytes(made, strides, gemm.n)
     if needed > MOST_WARP_BYTES:
         return f"operands and results that take {needed} bytes of {MOST_WARP_BYTES} a warp has"
-    staged = staged_of(made, strides, gemm.n)
     source_text = source_of(made, strides, gemm.n, batched=bool(gemm.batch), scaled=spec.scaled)
     ordered = tuple(factors.values())
-    call = Call(made, source_text, gemm, strides, staged, algorithm, needed, ordered, scale_strides)
+    call = Call(made, source_text, gemm, strides, algorithm, needed, ordered, scale_strides)
     if not has_one_weight or arithmetic.a.bytes == 1:
         return call
     return dataclasses.replace(call, workspace_bytes=bytes_of_added_parts(gemm))

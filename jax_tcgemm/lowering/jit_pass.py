@@ -17,19 +17,11 @@ from jax_tcgemm.epilogue.function import EpilogueFunction
 from jax_tcgemm.epilogue.program import Program
 from jax_tcgemm.lowering import devices
 from jax_tcgemm.lowering.custom_call import MAX_BATCH_NDIM
-from jax_tcgemm.lowering.jit_source import kinds_of, source_of
+from jax_tcgemm.lowering.jit_source import folded, function_attributes, kinds_of, source_of
 from jax_tcgemm.problem.alignment import COPY_BYTES
 from jax_tcgemm.problem.log import log
 from jax_tcgemm.problem.spec import LARGE_MATRIX
-from jax_tcgemm.problem.strides import (
-    MAX_EXTENT,
-    ROLES,
-    Operands,
-    Shape,
-    StridedGemm,
-    fold_beside,
-    row_major,
-)
+from jax_tcgemm.problem.strides import MAX_EXTENT, Shape, StridedGemm
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,18 +71,12 @@ class _Call:
 
     def _attributes(self) -> dict[str, Any]:
         """Returns the ``PassAttributes`` of ``cuda/ffi/compiled_pass.cc``."""
-        strides = [stride for each in self.leaf_strides for stride in each]
-        elements = [math.prod(x.shape) for x in self.program.outputs]
-        kinds = kinds_of(self.program, self.leaf_strides, self.shape.n)
+        function = function_attributes(self.program, self.leaf_strides, self.shape.n, self.source)
         return {
             "m": np.int64(self.shape.m),
             "n": np.int64(self.shape.n),
             "batch_shape": np.asarray(self.shape.batch, np.int64),
-            "operand_strides": np.asarray(strides, np.int64),
-            "operand_vectors": np.asarray([is_vector for _, is_vector in kinds], np.int64),
-            "result_elements": np.asarray(elements, np.int64),
-            "digest": source.digest(self.source),
-            "source": self.source,
+            **function,
         }
 
 
@@ -111,17 +97,17 @@ def _call_or_reason(spec: PassSpec) -> _Call | str:
     made = translation.translate(spec.function, shape)
     if isinstance(made, str):
         return made
-    folded, strides = _folded(shape, made)
-    made = made.folded(folded)
-    if made.flat_rows and folded.batch:
+    matrices, strides = folded(shape, made)
+    made = made.folded(matrices)
+    if made.flat_rows and matrices.batch:
         return "an index along a batch"
-    if len(folded.batch) > MAX_BATCH_NDIM:
-        return f"{len(folded.batch)} batch dimensions that do not fold"
-    reason = _slower(made, strides, folded.n)
+    if len(matrices.batch) > MAX_BATCH_NDIM:
+        return f"{len(matrices.batch)} batch dimensions that do not fold"
+    reason = _slower(made, strides, matrices.n)
     if reason is not None:
         return reason
-    text = source_of(made, strides, folded.n, batched=bool(folded.batch))
-    call = _Call(made, text, folded, strides)
+    text = source_of(made, strides, matrices.n, batched=bool(matrices.batch))
+    call = _Call(made, text, matrices, strides)
     capability = devices.compute_capability()
     if capability is None:
         return call
@@ -140,12 +126,3 @@ def _slower(made: Program, strides: Sequence[Shape], n: int) -> str | None:
     if all(x.dtype.itemsize > 2 for x in (*matrices, *made.matrices)):
         return "matrices of more than 16 bits"
     return None
-
-
-def _folded(shape: Shape, made: Program) -> tuple[StridedGemm, tuple[Shape, ...]]:
-    """Returns the matrices in as few dimensions as the leaves allow, and the leaves' strides."""
-    *batch, m, n = shape
-    absent = Operands(*((0,) * (len(batch) + len(roles)) for roles in ROLES))
-    own = StridedGemm(m, n, 1, tuple(batch), absent._replace(a=row_major(shape)))
-    leaves = tuple(leaf.strides(len(shape)) for leaf in made.leaves)
-    return fold_beside(own, leaves, keeps_rows=made.keeps_rows)

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 
 from jax_tcgemm import _core
-from jax_tcgemm.epilogue import program_source
+from jax_tcgemm.epilogue import program_source, source
 from jax_tcgemm.epilogue.program import Leaf, Program
 from jax_tcgemm.kernels import table
 from jax_tcgemm.problem.alignment import COPY_BYTES
-from jax_tcgemm.problem.strides import Shape
+from jax_tcgemm.problem.strides import Shape, StridedGemm, absent_strides, fold_beside, row_major
 
 
 def source_of(
@@ -33,9 +36,40 @@ def source_of(
     )
 
 
-def staged_of(made: Program, strides: Sequence[Shape], n: int) -> tuple[bool, ...]:
-    """Returns which leaves go through shared memory, as is_staged of cuda/compiled_params.h."""
-    return tuple(kind in _STAGED for kind in kinds_of(made, strides, n))
+def function_attributes(
+    made: Program, strides: Sequence[Shape], n: int, text: str
+) -> dict[str, Any]:
+    """Returns the attributes that every call with a program has.
+
+    Args:
+        made: the program.
+        strides: as in ``source_of``.
+        n: the same.
+        text: what the kernel is compiled for.
+    """
+    vectors = [is_vector for _, is_vector in kinds_of(made, strides, n)]
+    elements = [math.prod(x.shape) for x in made.outputs]
+    return {
+        "operand_strides": np.asarray([step for each in strides for step in each], np.int64),
+        "operand_vectors": np.asarray(vectors, np.int64),
+        "result_elements": np.asarray(elements, np.int64),
+        "digest": source.digest(text),
+        "source": text,
+    }
+
+
+def folded(shape: Shape, made: Program) -> tuple[StridedGemm, tuple[Shape, ...]]:
+    """Returns the matrices in as few dimensions as the leaves allow, and the leaves' strides.
+
+    Args:
+        shape: shape of the matrices, ``(..., m, n)``.
+        made: the program.
+    """
+    *batch, m, n = shape
+    own = absent_strides(len(batch))._replace(a=row_major(shape))
+    leaves = tuple(leaf.strides(len(shape)) for leaf in made.leaves)
+    gemm = StridedGemm(m, n, 1, tuple(batch), own)
+    return fold_beside(gemm, leaves, keeps_rows=made.keeps_rows)
 
 
 # Rows and columns of the smallest sub-tile, and the gap between its rows in shared memory, as in
@@ -83,9 +117,6 @@ def warp_bytes(made: Program, strides: Sequence[Shape], n: int) -> int:
 def matrix_bytes(size: int) -> int:
     """Returns the shared memory of a warp for a matrix of elements of ``size`` bytes."""
     return _ROWS * (_COLUMNS * size + _GAP)
-
-
-_STAGED = (("kColumns", True), ("kMatrix", True))
 
 
 def kinds_of(made: Program, strides: Sequence[Shape], n: int) -> list[tuple[str, bool]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,16 +18,9 @@ from jax_tcgemm.kernels import packed as kernels
 from jax_tcgemm.kernels import packed_configs
 from jax_tcgemm.kernels.names import XLA
 from jax_tcgemm.lowering import packed, packed_problem
-from jax_tcgemm.lowering.jit_source import kinds_of, source_of
+from jax_tcgemm.lowering.jit_source import folded, function_attributes, source_of
 from jax_tcgemm.problem.log import log
-from jax_tcgemm.problem.strides import (
-    ROLES,
-    Operands,
-    Shape,
-    StridedGemm,
-    fold_beside,
-    row_major,
-)
+from jax_tcgemm.problem.strides import Shape
 
 
 def lower_cuda(
@@ -89,19 +81,13 @@ class _Call:
         product = spec.product
         numbers = {"m": self.m, "n": product.n, "k": product.k, "group": product.group}
         numbers |= {"weights": spec.weights} | dataclasses.asdict(self.row)
-        kinds = kinds_of(self.made, self.strides, product.n)
-        elements = [math.prod(each.shape) for each in self.made.outputs]
-        strides = [stride for each in self.strides for stride in each]
+        function = function_attributes(self.made, self.strides, product.n, self.source)
         return {name: np.int64(number) for name, number in numbers.items()} | {
             "has_zeros": product.has_zeros,
             "format": product.qtype,
             "activation": activation.name,
             "scale": scale.name,
-            "operand_strides": np.asarray(strides, np.int64),
-            "operand_vectors": np.asarray([is_vector for _, is_vector in kinds], np.int64),
-            "result_elements": np.asarray(elements, np.int64),
-            "digest": source.digest(self.source),
-            "source": self.source,
+            **function,
         }
 
 
@@ -119,10 +105,10 @@ def _planned(operands: Sequence[jax.Array], spec: PackedFunctionSpec) -> tuple[_
         return made, ""
     if made.reductions:
         return "a reduction", ""
-    folded = _folded(x.shape[:-1], product.n, made)
-    if folded is None:
+    matrices, strides = folded((*x.shape[:-1], product.n), made)
+    if matrices.batch:
         return "a batch that does not fold into rows", ""
-    m, strides = folded
+    m = matrices.m
     function = source_of(made, strides, product.n, batched=False)
     epilogue = {
         "has": ["function"],
@@ -169,19 +155,3 @@ def _program_text(
     text = f"{kernels.program(row, *names, **options)}\n{function}"
     reason = packed.not_compiled(text, source.PACKED_FUNCTION)
     return text if reason is None else packed.NoProgram(reason)
-
-
-def _folded(shape: Shape, n: int, made: Program) -> tuple[int, tuple[Shape, ...]] | None:
-    """Returns the rows of one matrix and the leaves' strides, ``None`` if a batch remains.
-
-    Args:
-        shape: ``(*batch, m)``.
-        n: number of columns.
-        made: the function.
-    """
-    *batch, m = shape
-    leaves = tuple(leaf.strides(len(shape) + 1) for leaf in made.leaves)
-    absent = Operands(*((0,) * (len(batch) + len(roles)) for roles in ROLES))
-    gemm = StridedGemm(m, n, 1, tuple(batch), absent._replace(a=row_major((*batch, m, n))))
-    folded, strides = fold_beside(gemm, leaves, keeps_rows=made.keeps_rows)
-    return None if folded.batch else (folded.m, strides)

@@ -96,6 +96,11 @@ def row_major(shape: Shape) -> Shape:
     return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
 
 
+def absent_strides(batch_ndim: int) -> Operands:
+    """Returns the strides of operands that are all missing."""
+    return Operands(*((0,) * (batch_ndim + len(roles)) for roles in ROLES))
+
+
 def strided_gemm(axes: Operands, shapes: Operands) -> StridedGemm:
     """Returns the gemm of dense row-major operands of these shapes."""
     factors = [
@@ -153,8 +158,7 @@ def fold_beside(
     """
     a, b, *rest = ([*each] for each in (gemm.strides.a, gemm.strides.b, *others))
     m, batch = _fold(gemm, [a, *rest], [b], keeps_rows)
-    absent = Operands(*((0,) * (len(batch) + len(roles)) for roles in ROLES))
-    strides = absent._replace(a=tuple(a), b=tuple(b))
+    strides = absent_strides(len(batch))._replace(a=tuple(a), b=tuple(b))
     folded = dataclasses.replace(gemm, m=m, batch=batch, strides=strides)
     return folded, tuple(map(tuple, rest))
 
