@@ -8,6 +8,7 @@ rules are those of the function.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,7 +16,6 @@ import jax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching
 
-from jax_tcgemm import _compat
 from jax_tcgemm.epilogue import linear
 from jax_tcgemm.epilogue.linear import LinearSpec
 from jax_tcgemm.epilogue.spec import CompiledSpec, PackedFunctionSpec
@@ -26,10 +26,39 @@ from jax_tcgemm.partitioning import rules
 from jax_tcgemm.primitives import registration
 from jax_tcgemm.problem.activations import Activation
 
+
+class _FunctionPrimitive:
+    """A primitive that computes a function, the field ``name`` of its ``spec``."""
+
+    def __init__(self, primitive: Primitive, name: str) -> None:
+        primitive.multiple_results = True
+        self.primitive = primitive
+        self._function = operator.attrgetter(name)
+        registration.abstract_function(primitive, self._function)
+
+    def bind(self, operands: Sequence[Any], spec: LinearSpec | PassSpec) -> list[jax.Array]:
+        """Applies the primitive."""
+        return registration.bind(self.primitive, operands, spec, self.composed, typed=self._typed)
+
+    def composed(self, *operands: Any, spec: LinearSpec | PassSpec) -> list[Any]:
+        """Computes the function in operations of JAX, which can be differentiated."""
+        return self._function(spec)(*operands)
+
+    def _typed(self, *operands: Any, spec: LinearSpec | PassSpec) -> list[Any]:
+        return self._function(spec).of_shardings(*operands)
+
+    def computed(self, *operands: Any, spec: LinearSpec | PassSpec) -> list[Any]:
+        """Does the same when a program is lowered."""
+        return self._function(spec).computed(*operands)
+
+
 tangent_p = Primitive("tcgemm_epilogue_tangent")
 pullback_p = Primitive("tcgemm_epilogue_pullback")
 # A device's part of a transpose. Nothing differentiates or maps it.
 pass_p = Primitive("tcgemm_epilogue_pass")
+_TANGENT = _FunctionPrimitive(tangent_p, "tangent")
+_PULLBACK = _FunctionPrimitive(pullback_p, "pullback")
+_PASS = _FunctionPrimitive(pass_p, "function")
 
 
 def tangents(
@@ -46,7 +75,7 @@ def tangents(
     moving = [i for i, slope in enumerate(slopes) if slope is not None]
     derivative, needed, held = linear.of_epilogue(spec.function, wide, values, moving)
     given = [*(slopes[i] for i in moving), *(values[i] for i in needed), *held]
-    return _bind_tangent(given, derivative)
+    return _TANGENT.bind(given, derivative)
 
 
 def activation_tangent(
@@ -65,63 +94,11 @@ def activation_tangent(
     """
     terms = [t] if bias is None else [t, bias]
     derivative, needed = linear.of_activation(activation, z, terms)
-    return _bind_tangent([*terms, *([z] * len(needed))], derivative)[0]
-
-
-def _bind_tangent(operands: Sequence[Any], spec: LinearSpec) -> list[jax.Array]:
-    return registration.bind(tangent_p, operands, spec, _tangent, typed=_typed_tangent)
-
-
-def _bind_pullback(operands: Sequence[Any], spec: LinearSpec) -> list[jax.Array]:
-    return registration.bind(pullback_p, operands, spec, _pullback, typed=_typed_pullback)
-
-
-def _bind_pass(operands: Sequence[Any], spec: PassSpec) -> list[jax.Array]:
-    return registration.bind(pass_p, operands, spec, _computed_pass)
-
-
-def _tangent(*operands: Any, spec: LinearSpec) -> list[Any]:
-    return spec.tangent(*operands)
-
-
-def _pullback(*operands: Any, spec: LinearSpec) -> list[Any]:
-    return spec.pullback(*operands)
-
-
-def _typed_tangent(*operands: Any, spec: LinearSpec) -> list[Any]:
-    return spec.tangent.of_shardings(*operands)
-
-
-def _typed_pullback(*operands: Any, spec: LinearSpec) -> list[Any]:
-    return spec.pullback.of_shardings(*operands)
-
-
-def _computed_tangent(*operands: Any, spec: LinearSpec) -> list[Any]:
-    return spec.tangent.computed(*operands)
-
-
-def _computed_pullback(*operands: Any, spec: LinearSpec) -> list[Any]:
-    return spec.pullback.computed(*operands)
-
-
-def _computed_pass(*operands: Any, spec: PassSpec) -> list[Any]:
-    return spec.function.computed(*operands)
+    return _TANGENT.bind([*terms, *([z] * len(needed))], derivative)[0]
 
 
 def _cuda_pullback(*operands: jax.Array, spec: LinearSpec) -> list[jax.Array]:
     return jit_pass.cuda_pass(*operands, spec=PassSpec(spec.pullback, spec.shape))
-
-
-def _tangent_avals(*avals: Any, spec: LinearSpec) -> list[Any]:
-    return [_compat.result_aval(avals, x.shape, x.dtype) for x in spec.tangent.results]
-
-
-def _pullback_avals(*avals: Any, spec: LinearSpec) -> list[Any]:
-    return [_compat.result_aval(avals, x.shape, x.dtype) for x in spec.pullback.results]
-
-
-def _pass_avals(*avals: Any, spec: PassSpec) -> list[Any]:
-    return [_compat.result_aval(avals, x.shape, x.dtype) for x in spec.function.results]
 
 
 # Transposition
@@ -147,11 +124,11 @@ def _of_cotangents(
         operands = [*map(ad.instantiate_zeros, cotangents), *values]
         pullback, held = spec.transposed()
         # The primitive has no operands for arrays that the rule closes over.
-        return list(pullback(*operands, *held) if held else _bind_pullback(operands, spec))
+        return list(pullback(*operands, *held) if held else _PULLBACK.bind(operands, spec))
     if not all(given):
         spec = spec.of_results(given)
     nonzero = [x for x, is_given in zip(cotangents, given, strict=True) if is_given]
-    return list(_bind_pullback([*nonzero, *values], spec))
+    return list(_PULLBACK.bind([*nonzero, *values], spec))
 
 
 def _pullback_transpose(cotangents: Sequence[Any], *operands: Any, spec: LinearSpec) -> list[Any]:
@@ -164,7 +141,7 @@ def _pullback_transpose(cotangents: Sequence[Any], *operands: Any, spec: LinearS
             "after the product, without epilogue="
         )
     slopes = map(ad.instantiate_zeros, cotangents)
-    made = iter(_bind_tangent([*slopes, *values], spec.of_results(wanted)))
+    made = iter(_TANGENT.bind([*slopes, *values], spec.of_results(wanted)))
     return [next(made) if is_wanted else None for is_wanted in wanted] + [None] * len(values)
 
 
@@ -190,8 +167,8 @@ def _tangent_batch(
 ) -> tuple[list[jax.Array], list[int | None]]:
     count = len(spec.tangent.results)
     if all(dim is None for dim in dims):
-        return _bind_tangent(operands, spec), [None] * count
-    return _bind_tangent(operands, spec.mapped(dims, axis_data.size)), [0] * count
+        return _TANGENT.bind(operands, spec), [None] * count
+    return _TANGENT.bind(operands, spec.mapped(dims, axis_data.size)), [0] * count
 
 
 def _pullback_batch(
@@ -199,7 +176,7 @@ def _pullback_batch(
 ) -> tuple[list[jax.Array], list[int | None]]:
     """Maps the transpose: each matrix of the batch has its own cotangents."""
     if all(dim is None for dim in dims):
-        return _bind_pullback(operands, spec), [None] * spec.slopes
+        return _PULLBACK.bind(operands, spec), [None] * spec.slopes
     size, count = axis_data.size, len(spec.tangent.results)
     if spec.has_opaque_rule:
         return jax.vmap(spec.pullback, tuple(dims), axis_size=size)(*operands), [0] * spec.slopes
@@ -211,26 +188,21 @@ def _pullback_batch(
     ]
     of_values = [None if dim is None else 0 for dim in dims[count:]]
     mapped = spec.mapped([*[0] * spec.slopes, *of_values], size)
-    return _bind_pullback(moved, mapped), [0] * spec.slopes
+    return _PULLBACK.bind(moved, mapped), [0] * spec.slopes
 
 
 # Registration
 
-for _primitive in (tangent_p, pullback_p, pass_p):
-    _primitive.multiple_results = True
 registration.evaluate_by_jit(tangent_p, lambda spec: spec.without_rules)
 registration.evaluate_by_jit(pullback_p, lambda spec: spec.without_rules)
-tangent_p.def_abstract_eval(_tangent_avals)
-pullback_p.def_abstract_eval(_pullback_avals)
-pass_p.def_abstract_eval(_pass_avals)
-registration.derive_linear(tangent_p, _tangent, lambda spec: spec.slopes)
-registration.derive_linear(pullback_p, _pullback, lambda spec: len(spec.tangent.results))
+registration.derive_linear(tangent_p, _TANGENT.composed, lambda spec: spec.slopes)
+registration.derive_linear(pullback_p, _PULLBACK.composed, lambda spec: len(spec.tangent.results))
 registration.drop_unread_results(pullback_p, _read_cotangents)
 ad.primitive_transposes[tangent_p] = _tangent_transpose
 ad.primitive_transposes[pullback_p] = _pullback_transpose
 batching.fancy_primitive_batchers[tangent_p] = _tangent_batch
 batching.fancy_primitive_batchers[pullback_p] = _pullback_batch
-registration.lower(tangent_p, reference=_computed_tangent, cuda=_computed_tangent, is_product=False)
-registration.lower(pullback_p, reference=_computed_pullback, cuda=_cuda_pullback, is_product=False)
-registration.lower(pass_p, reference=_computed_pass, cuda=jit_pass.cuda_pass, is_product=False)
-rules.register(pullback_p, division.rule(_bind_pass))
+registration.lower(tangent_p, reference=_TANGENT.computed, cuda=_TANGENT.computed, is_product=False)
+registration.lower(pullback_p, reference=_PULLBACK.computed, cuda=_cuda_pullback, is_product=False)
+registration.lower(pass_p, reference=_PASS.computed, cuda=jit_pass.cuda_pass, is_product=False)
+rules.register(pullback_p, division.rule(_PASS.bind))

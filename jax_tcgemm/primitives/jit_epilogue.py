@@ -101,11 +101,7 @@ def _scaled(x: jax.Array, scale: jax.Array) -> jax.Array:
     return x.astype(jnp.float32) * scale
 
 
-# Abstract evaluation
-
-
-def _abstract_eval(*avals: Any, spec: CompiledSpec) -> list[Any]:
-    return [_compat.result_aval(avals, x.shape, x.dtype) for x in spec.function.results]
+# Dead code elimination
 
 
 def _read(spec: CompiledSpec, used: Sequence[bool], count: int) -> tuple[CompiledSpec, list[bool]]:
@@ -225,7 +221,7 @@ def _apply(spec: CompiledSpec, *operands: jax.Array) -> list[jax.Array]:
 for _primitive in (compiled_p, compiled_ragged_p):
     _primitive.multiple_results = True
     registration.evaluate_by_jit(_primitive, lambda spec: spec.without_rules)
-    _primitive.def_abstract_eval(_abstract_eval)
+    registration.abstract_function(_primitive)
     registration.drop_unread_results(_primitive, _read)
     ad.primitive_jvps[_primitive] = _jvp
     registration.transpose_composition(_primitive, composed)

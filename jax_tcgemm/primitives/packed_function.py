@@ -69,10 +69,6 @@ def _composed(
     return function(*(packed.bind(x, *weight, spec.product) for weight in pairs), *others)
 
 
-def _abstract_eval(*avals: Any, spec: PackedFunctionSpec) -> list[Any]:
-    return [_compat.result_aval(avals, x.shape, x.dtype) for x in spec.function.results]
-
-
 def _jvp(
     primals: Sequence[Any], tangents: Sequence[Any], *, spec: PackedFunctionSpec
 ) -> tuple[list[Any], list[Any]]:
@@ -126,7 +122,7 @@ def _drop_unread(used: Sequence[bool], *arguments: Any) -> tuple[list[bool], Any
 
 
 registration.evaluate_by_jit(packed_function_p, lambda spec: spec.without_rules)
-packed_function_p.def_abstract_eval(_abstract_eval)
+registration.abstract_function(packed_function_p)
 pe.dce_rules[packed_function_p] = _drop_unread
 ad.primitive_jvps[packed_function_p] = _jvp
 registration.transpose_composition(packed_function_p, composed)

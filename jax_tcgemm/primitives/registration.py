@@ -80,6 +80,18 @@ def apply(
     return _compat.with_automatic_axes(run, operands, shardings)
 
 
+def abstract_function(
+    primitive: Primitive, function: Callable[[Any], Any] = lambda spec: spec.function
+) -> None:
+    """Registers the abstract evaluation of a primitive that computes ``function(spec)``."""
+
+    def avals(*operands: Any, spec: Any) -> list[Any]:
+        results = function(spec).results
+        return [_compat.result_aval(operands, x.shape, x.dtype) for x in results]
+
+    primitive.def_abstract_eval(avals)
+
+
 def evaluate_by_jit(
     primitive: Primitive, computed: Callable[[Any], Any] = lambda spec: spec
 ) -> None:
