@@ -165,18 +165,14 @@ def _read_cotangents(
 def _tangent_batch(
     axis_data: Any, operands: Sequence[Any], dims: Sequence[int | None], *, spec: LinearSpec
 ) -> tuple[list[jax.Array], list[int | None]]:
-    count = len(spec.tangent.results)
-    if all(dim is None for dim in dims):
-        return _TANGENT.bind(operands, spec), [None] * count
-    return _TANGENT.bind(operands, spec.mapped(dims, axis_data.size)), [0] * count
+    results = _TANGENT.bind(operands, spec.mapped(dims, axis_data.size))
+    return results, [0] * len(results)
 
 
 def _pullback_batch(
     axis_data: Any, operands: Sequence[Any], dims: Sequence[int | None], *, spec: LinearSpec
 ) -> tuple[list[jax.Array], list[int | None]]:
     """Maps the transpose: each matrix of the batch has its own cotangents."""
-    if all(dim is None for dim in dims):
-        return _PULLBACK.bind(operands, spec), [None] * spec.slopes
     size, count = axis_data.size, len(spec.tangent.results)
     if spec.has_opaque_rule:
         return jax.vmap(spec.pullback, tuple(dims), axis_size=size)(*operands), [0] * spec.slopes
@@ -200,8 +196,8 @@ registration.derive_linear(pullback_p, _PULLBACK.composed, lambda spec: len(spec
 registration.drop_unread_results(pullback_p, _read_cotangents)
 ad.primitive_transposes[tangent_p] = _tangent_transpose
 ad.primitive_transposes[pullback_p] = _pullback_transpose
-batching.fancy_primitive_batchers[tangent_p] = _tangent_batch
-batching.fancy_primitive_batchers[pullback_p] = _pullback_batch
+registration.batch(tangent_p, _tangent_batch)
+registration.batch(pullback_p, _pullback_batch)
 registration.lower(tangent_p, reference=_TANGENT.computed, cuda=_TANGENT.computed, is_product=False)
 registration.lower(pullback_p, reference=_PULLBACK.computed, cuda=_cuda_pullback, is_product=False)
 registration.lower(pass_p, reference=_PASS.computed, cuda=jit_pass.cuda_pass, is_product=False)

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Primitive
-from jax.interpreters import ad, batching
+from jax.interpreters import ad
 
 from jax_tcgemm import _compat
 from jax_tcgemm.lowering import gemm as gemm_lowering
@@ -128,25 +128,13 @@ def _transpose(cotangents: Sequence[Any], *operands: Any, spec: GemmSpec) -> lis
 def _batch(
     axis_data: Any, operands: Sequence[Any], dims: Sequence[int | None], *, spec: GemmSpec
 ) -> tuple[list[jax.Array], list[int | None]]:
-    """Adds an outermost batch dimension; the axes say where an operand has it.
-
-    Products over groups are computed one after the other, because each has its own groups.
-    """
+    """Adds an outermost batch dimension; the axes say where an operand has it."""
     x, dim = spec.unflatten(operands), spec.unflatten(dims)
-    if all(d is None for d in dims):
-        results = bind(x, spec)
-        return results, [None] * len(results)
-    if spec.is_grouped:
-        return ragged.batch_one_by_one(_apply, axis_data, operands, dims, spec=spec)
     x, dim = gated.with_like_weights(x, dim, spec, axis_data.size)
     batched = spec.replace(axes=insert_batches(spec.axes, dim))
     is_shared = dim.a is None and dim.b is None
     results = _shared_products(x, spec, batched) if is_shared else bind(x, batched)
     return reference.batch_dims(results, axis_data.size)
-
-
-def _apply(spec: GemmSpec, *operands: jax.Array) -> list[jax.Array]:
-    return bind(spec.unflatten(operands), spec)
 
 
 def _shared_products(x: Operands, spec: GemmSpec, batched: GemmSpec) -> list[jax.Array]:
@@ -188,9 +176,11 @@ for _primitive in _PRIMITIVES.values():
     registration.drop_unread_results(_primitive, _read)
     ad.primitive_jvps[_primitive] = _jvp
     ad.primitive_transposes[_primitive] = _transpose
-    batching.fancy_primitive_batchers[_primitive] = _batch
     registration.lower(_primitive, reference=_composed, cuda=_cuda, divided=_divided)
 
+registration.batch(gemm_p, _batch)
+ragged.batch_one_by_one(ragged_dot_p)
+ragged.batch_one_by_one(ragged_contraction_p)
 rules.register(gemm_p, products.rule(bind))
 rules.register(ragged_dot_p, ragged_division.dot_rule(bind))
 rules.register(ragged_contraction_p, ragged_division.contraction_rule(bind))

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Primitive
-from jax.interpreters import ad, batching
+from jax.interpreters import ad
 
 from jax_tcgemm import _compat
 from jax_tcgemm.epilogue.linear import is_smooth
@@ -167,12 +167,7 @@ def _product_tangents(own: Sequence[Any], down: Sequence[Any], spec: CompiledSpe
 def _batch(
     axis_data: Any, operands: Sequence[Any], dims: Sequence[int | None], *, spec: CompiledSpec
 ) -> tuple[list[jax.Array], Sequence[int | None]]:
-    """Adds an outermost batch dimension, or computes products over groups one after the other."""
-    if all(dim is None for dim in dims):
-        results = bind(operands, spec)
-        return results, [None] * len(results)
-    if spec.is_grouped:
-        return ragged.batch_one_by_one(_apply, axis_data, operands, dims, spec=spec)
+    """Adds an outermost batch dimension."""
     own, others = spec.split(operands)
     own_dims, other_dims = spec.split(dims)
     size, count = axis_data.size, spec.function.accumulators
@@ -212,10 +207,6 @@ def _with_like_scales(
     return factors, where, scales
 
 
-def _apply(spec: CompiledSpec, *operands: jax.Array) -> list[jax.Array]:
-    return bind(operands, spec)
-
-
 # Registration
 
 for _primitive in (compiled_p, compiled_ragged_p):
@@ -225,10 +216,11 @@ for _primitive in (compiled_p, compiled_ragged_p):
     registration.drop_unread_results(_primitive, _read)
     ad.primitive_jvps[_primitive] = _jvp
     registration.transpose_composition(_primitive, composed)
-    batching.fancy_primitive_batchers[_primitive] = _batch
     registration.lower(
         _primitive,
         reference=_computed,
         cuda=functools.partial(compiled_lowering.cuda_compiled, composed=_computed),
     )
+registration.batch(compiled_p, _batch)
+ragged.batch_one_by_one(compiled_ragged_p)
 rules.register(compiled_p, division.rule(bind, gemm_primitive.bind))

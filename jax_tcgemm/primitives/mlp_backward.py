@@ -173,10 +173,8 @@ def _of_accumulator(
 
 def _batch(
     axis_data: Any, operands: Sequence[Any], dims: Sequence[int | None], *, spec: HiddenSpec
-) -> tuple[jax.Array, int | None]:
+) -> tuple[jax.Array, int]:
     """Adds an outermost batch dimension, which all matrices of the hidden layer have."""
-    if all(d is None for d in dims):
-        return bind(operands, spec), None
     if spec.function is not None:
         composed = functools.partial(_composed, spec=spec)
         return jax.vmap(composed, tuple(dims), axis_size=axis_data.size)(*operands), 0
@@ -198,6 +196,6 @@ mlp_tangent_p.def_abstract_eval(_abstract_eval)
 # The primitive is linear in the tangents of the layer; their tangents are tangents of tangents.
 registration.derive_linear(mlp_tangent_p, _composed, lambda spec: spec.slopes)
 ad.primitive_transposes[mlp_tangent_p] = _transpose
-batching.fancy_primitive_batchers[mlp_tangent_p] = _batch
+registration.batch(mlp_tangent_p, _batch)
 _lowered = functools.partial(_composed, is_lowered=True)
 mlir.register_lowering(mlp_tangent_p, mlir.lower_fun(_lowered, multiple_results=False))

@@ -131,8 +131,6 @@ def _batch(
 ) -> tuple[list[jax.Array], list[int | None]]:
     """Adds a batch dimension to all operands, or to ``x`` alone if the weight is not mapped."""
     x, values, scales = operands
-    if all(dim is None for dim in dims):
-        return [bind(x, values, scales, spec)], [None]
     size, axis = axis_data.size, axis_data.explicit_mesh_axis
     x = batching.bdim_at_front(x, dims[0], size, axis)
     has_batch = values.ndim - (dims[1] is not None) > 4
@@ -152,7 +150,7 @@ def _batch(
     return [rows.reshape(size, *batch, m, spec.n)], [0]
 
 
-batching.fancy_primitive_batchers[packed_p] = _batch
+registration.batch(packed_p, _batch)
 
 
 # Lowering

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Primitive
-from jax.interpreters import ad, batching
+from jax.interpreters import ad
 from jax.interpreters import partial_eval as pe
 
 from jax_tcgemm import _compat
@@ -100,9 +100,6 @@ def _batch(
     spec: PackedFunctionSpec,
 ) -> tuple[list[jax.Array], list[int | None]]:
     """Adds a batch dimension to ``x``; maps the composition if weights or others alone have one."""
-    if all(dim is None for dim in dims):
-        results = bind(operands, spec)
-        return results, [None] * len(results)
     (x_dim, *weight_dims), other_dims = spec.split(dims)
     is_plain = axis_data.explicit_mesh_axis is None and not _compat.is_sharded(*operands)
     if is_plain and x_dim is not None and all(dim is None for dim in weight_dims):
@@ -126,7 +123,7 @@ registration.abstract_function(packed_function_p)
 pe.dce_rules[packed_function_p] = _drop_unread
 ad.primitive_jvps[packed_function_p] = _jvp
 registration.transpose_composition(packed_function_p, composed)
-batching.fancy_primitive_batchers[packed_function_p] = _batch
+registration.batch(packed_function_p, _batch)
 # A program that XLA divides has the products, which have rules, and then the function.
 registration.lower(
     packed_function_p,

@@ -6,14 +6,13 @@ The primitive is linear in the left operand. The weights have no derivative.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.extend.core import Primitive
-from jax.interpreters import ad, batching
+from jax.interpreters import ad
 
 from jax_tcgemm import _compat
 from jax_tcgemm.lowering import packed_layout
@@ -122,8 +121,6 @@ ad.primitive_transposes[packed_ragged_p] = _transpose
 
 # Batching, lowering and division
 
-batching.fancy_primitive_batchers[packed_ragged_p] = functools.partial(
-    ragged.batch_one_by_one, bind
-)
+ragged.batch_one_by_one(packed_ragged_p)
 registration.lower(packed_ragged_p, reference=lowering.reference, cuda=lowering.lower_cuda)
 rules.register(packed_ragged_p, division.rule(bind))

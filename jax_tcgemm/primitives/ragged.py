@@ -6,16 +6,18 @@ group, are each the transpose of the other.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.extend.core import Primitive
 from jax.interpreters import ad
 
 from jax_tcgemm import _compat
 from jax_tcgemm.kernels.names import XLA
+from jax_tcgemm.primitives import registration
 from jax_tcgemm.primitives.factor_cotangent import Bind, check_linear
 from jax_tcgemm.problem import ragged
 from jax_tcgemm.problem.arithmetic import resolve_algorithm
@@ -122,33 +124,21 @@ def _row_sums(x: jax.Array, group_sizes: jax.Array, dtype: Any, bind: Bind) -> j
 # Batching
 
 
-def batch_one_by_one(
-    apply: Callable[..., list[jax.Array]],
-    axis_data: Any,
-    operands: Sequence[Any],
-    dims: Sequence[int | None],
-    *,
-    spec: Any,
-) -> tuple[list[jax.Array], list[int | None]]:
-    """Computes one product after the other, because each has its own groups."""
-    if all(dim is None for dim in dims):
-        results = apply(spec, *operands)
-        return results, [None] * len(results)
-    mapped = [
-        jnp.moveaxis(operand, dim, 0)
-        for operand, dim in zip(operands, dims, strict=True)
-        if dim is not None
-    ]
+def batch_one_by_one(primitive: Primitive) -> None:
+    """Makes ``vmap`` compute one product after the other, because each has its own groups."""
 
-    def one(own: Sequence[jax.Array]) -> list[jax.Array]:
-        remaining = iter(own)
-        return apply(
-            spec,
-            *(
-                operand if dim is None else next(remaining)
-                for operand, dim in zip(operands, dims, strict=True)
-            ),
-        )
+    def batch(
+        axis_data: Any, operands: Sequence[Any], dims: Sequence[int | None], *, spec: Any
+    ) -> tuple[list[jax.Array], list[int | None]]:
+        del axis_data
+        pairs = [*zip(operands, dims, strict=True)]
 
-    results = lax.map(one, mapped)
-    return results, [0] * len(results)
+        def one(own: Sequence[jax.Array]) -> list[jax.Array]:
+            remaining = iter(own)
+            values = [x if dim is None else next(remaining) for x, dim in pairs]
+            return registration.apply(primitive, values, spec)
+
+        results = lax.map(one, [jnp.moveaxis(x, dim, 0) for x, dim in pairs if dim is not None])
+        return results, [0] * len(results)
+
+    registration.batch(primitive, batch)

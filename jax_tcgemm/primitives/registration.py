@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 from jax.extend.core import Primitive
-from jax.interpreters import ad, mlir
+from jax.interpreters import ad, batching, mlir
 from jax.interpreters import partial_eval as pe
 
 from jax_tcgemm import _compat
@@ -181,6 +181,20 @@ def derive_linear(
         return result, jax.tree.map(lambda *term: sum(term[1:], term[0]), *terms)
 
     ad.primitive_jvps[primitive] = jvp
+
+
+def batch(primitive: Primitive, rule: Callable[..., tuple[Any, Any]]) -> None:
+    """Registers the batching rule of a primitive for operands of which at least one is mapped."""
+
+    def batched(
+        axis_data: Any, operands: Sequence[Any], dims: Sequence[int | None], *, spec: Any
+    ) -> tuple[Any, Any]:
+        if any(dim is not None for dim in dims):
+            return rule(axis_data, operands, dims, spec=spec)
+        results = apply(primitive, operands, spec)
+        return results, [None] * len(results) if primitive.multiple_results else None
+
+    batching.fancy_primitive_batchers[primitive] = batched
 
 
 def transpose_composition(primitive: Primitive, composed: Callable[..., Any]) -> None:

@@ -86,8 +86,6 @@ def _batch(
     axis_data: Any, operands: Sequence[Any], dims: Sequence[int | None], *, spec: UnpackedSpec
 ) -> tuple[list[jax.Array], list[int | None]]:
     """Turns a batch of left operands into rows; a batch of weights is dequantized."""
-    if all(d is None for d in dims):
-        return [_product(operands, spec)], [None]
     if any(d is not None for d in dims[1:]):
         composed = functools.partial(_composed, spec=spec)
         return jax.vmap(composed, tuple(dims))(*operands), [0]
@@ -104,7 +102,7 @@ def _batch_values(
     return registration.bind(pack_p, [values], spec, lowering.pack), 0
 
 
-batching.fancy_primitive_batchers[unpacked_p] = _batch
+registration.batch(unpacked_p, _batch)
 batching.primitive_batchers[pack_p] = _batch_values
 
 
