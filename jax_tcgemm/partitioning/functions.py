@@ -8,6 +8,7 @@ are computed after that.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -63,10 +64,7 @@ def rule(apply: _Apply, multiply: _Multiply) -> Rule:
         apply: binds ``compiled_p`` to operands and a spec.
         multiply: binds ``gemm_p``.
     """
-
-    def local(shard: Shard, spec: DividedSpec, *operands: jax.Array) -> list[jax.Array]:
-        return _local(shard, spec, operands, apply, multiply)
-
+    local = functools.partial(_local, apply, multiply)
     classes = (DividedSpec, PortableFunction, Operation, Number, Joined, GemmSpec, Epilogue)
     return Rule(_accepts, _work, local, classes, _told)
 
@@ -141,11 +139,7 @@ def _is_by_rows(function: PortableFunction) -> bool:
 
 
 def _local(
-    shard: Shard,
-    spec: DividedSpec,
-    operands: Sequence[jax.Array],
-    apply: _Apply,
-    multiply: _Multiply,
+    apply: _Apply, multiply: _Multiply, shard: Shard, spec: DividedSpec, *operands: jax.Array
 ) -> list[jax.Array]:
     function, count = spec.function, len(spec.product.operand_names)
     own, others = operands[:count], operands[count:]

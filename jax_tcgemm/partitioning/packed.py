@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,11 +19,7 @@ from jax_tcgemm.problem.packed import TILE, PackedSpec
 
 def rule(apply: Callable[..., jax.Array]) -> Rule:
     """Returns the rule of ``packed_p``; ``apply`` binds it to operands and a spec."""
-
-    def local(shard: Shard, spec: PackedSpec, *operands: jax.Array) -> list[jax.Array]:
-        return _local(shard, spec, operands, apply)
-
-    return Rule(accepts, _work, local, (PackedSpec,))
+    return Rule(accepts, _work, functools.partial(_local, apply), (PackedSpec,))
 
 
 def accepts(spec: PackedSpec, types: Sequence[Any]) -> bool:
@@ -114,7 +111,7 @@ def _work(spec: PackedSpec, types: Sequence[Any]) -> Work:
 
 
 def _local(
-    shard: Shard, spec: PackedSpec, operands: Sequence[jax.Array], apply: Callable[..., jax.Array]
+    apply: Callable[..., jax.Array], shard: Shard, spec: PackedSpec, *operands: jax.Array
 ) -> list[jax.Array]:
     """Multiplies the device's tiles, and adds up the parts of sums over k."""
     x, values, scales = operands

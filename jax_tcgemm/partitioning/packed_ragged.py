@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,11 +20,7 @@ _Apply = Callable[..., list[jax.Array]]
 
 def rule(apply: _Apply) -> Rule:
     """Returns the rule of ``packed_ragged_p``; ``apply`` binds it."""
-
-    def local(shard: Shard, spec: PackedSpec, *operands: jax.Array) -> list[jax.Array]:
-        return _local(shard, spec, operands, apply)
-
-    return Rule(packed.accepts, _work, local, (PackedSpec,))
+    return Rule(packed.accepts, _work, functools.partial(_local, apply), (PackedSpec,))
 
 
 def _work(spec: PackedSpec, types: Sequence[Any]) -> Work:
@@ -51,9 +48,7 @@ def _work(spec: PackedSpec, types: Sequence[Any]) -> Work:
     )
 
 
-def _local(
-    shard: Shard, spec: PackedSpec, operands: Sequence[jax.Array], apply: _Apply
-) -> list[jax.Array]:
+def _local(apply: _Apply, shard: Shard, spec: PackedSpec, *operands: jax.Array) -> list[jax.Array]:
     """Multiplies the device's rows by its experts, and adds up the parts of sums."""
     x, values, scales, group_sizes = operands
     groups = Groups.of(shard, group_sizes)

@@ -7,6 +7,7 @@ devices before they are rounded.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -50,12 +51,12 @@ class DividedPass:
         return self.cotangents > 0 and all(x.join == "Sum" for x in self.function.joined)
 
 
-def rule(apply: Callable[[Sequence[jax.Array], PassSpec], list[jax.Array]]) -> Rule:
+_Apply = Callable[[Sequence[jax.Array], PassSpec], list[jax.Array]]
+
+
+def rule(apply: _Apply) -> Rule:
     """Returns the rule of ``pullback_p``; ``apply`` computes a function in one pass."""
-
-    def local(shard: Shard, spec: DividedPass, *operands: jax.Array) -> list[jax.Array]:
-        return _local(shard, spec, operands, apply)
-
+    local = functools.partial(_local, apply)
     classes = (DividedPass, PortableFunction, Operation, Number, Joined)
     return Rule(_accepts, _work, local, classes, _told)
 
@@ -112,27 +113,22 @@ def _work(spec: DividedPass, types: Sequence[Any]) -> Work:
     )
 
 
-def _local(
-    shard: Shard,
-    spec: DividedPass,
-    operands: Sequence[jax.Array],
-    apply: Callable[[Sequence[jax.Array], PassSpec], list[jax.Array]],
-) -> list[jax.Array]:
+def _local(apply: _Apply, shard: Shard, spec: DividedPass, *operands: jax.Array) -> list[jax.Array]:
     function = spec.function
     extents = {name: shard.plan.part(name) for name in spec.names}
     part = Part(function, extents, {name: shard.start(name) for name in spec.names})
     padded = [name for name in spec.summed if not shard.plan.is_even(name)]
-    operands = [_without_padding(shard, spec, i, x, padded) for i, x in enumerate(operands)]
-    types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands]
+    own = [_without_padding(shard, spec, i, x, padded) for i, x in enumerate(operands)]
+    types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in own]
     within, held = functions.trace(part.within, types, 0)
-    made = apply([*operands, *held], PassSpec(within, tuple(extents.values())))
+    made = apply([*own, *held], PassSpec(within, tuple(extents.values())))
 
     def joined(x: jax.Array, names: Sequence[str], join: str) -> jax.Array:
         for name in set(names).intersection(padded):  # a part may be nothing but padding
             x = jnp.where(shard.left(name) > 0, x, jnp.zeros_like(x))
         return shard.joined(x, names, join)
 
-    return part.after(part.joined(made, joined), operands[function.accumulators :])
+    return part.after(part.joined(made, joined), own[function.accumulators :])
 
 
 def _without_padding(

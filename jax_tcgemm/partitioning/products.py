@@ -51,11 +51,7 @@ _FACTORS = ("a", "b", "b2")
 
 def rule(bind: Any) -> Rule:
     """Returns the rule of ``gemm_p``; ``bind`` applies it to operands and a spec."""
-
-    def local(shard: Shard, spec: GemmSpec, *operands: jax.Array) -> list[jax.Array]:
-        return _local(shard, spec, operands, bind)
-
-    return Rule(accepts, work, local, (GemmSpec, Epilogue))
+    return Rule(accepts, work, functools.partial(_local, bind), (GemmSpec, Epilogue))
 
 
 def accepts(spec: GemmSpec, types: Sequence[Any]) -> bool:
@@ -131,9 +127,7 @@ def _products_of_elements(spec: GemmSpec) -> int:
     return 1 + spec.is_gated
 
 
-def _local(
-    shard: Shard, spec: GemmSpec, operands: Sequence[jax.Array], bind: Any
-) -> list[jax.Array]:
+def _local(bind: Any, shard: Shard, spec: GemmSpec, *operands: jax.Array) -> list[jax.Array]:
     x = spec.unflatten(operands)
     gathers = _GATHERS.get(shard.plan.overlap)
     if gathers is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -49,19 +50,13 @@ class RaggedSpec:
 
 def dot_rule(bind: _Bind) -> Rule:
     """Returns the rule of ``ragged_dot_p``; ``bind`` applies it."""
-
-    def local(shard: Shard, spec: RaggedSpec, *operands: jax.Array) -> list[jax.Array]:
-        return _local_dot(shard, spec, operands, bind)
-
+    local = functools.partial(_local_dot, bind)
     return Rule(_accepts, _dot_work, local, (RaggedSpec, Epilogue), _told)
 
 
 def contraction_rule(bind: _Bind) -> Rule:
     """Returns the rule of ``ragged_contraction_p``; ``bind`` applies it."""
-
-    def local(shard: Shard, spec: RaggedSpec, *operands: jax.Array) -> list[jax.Array]:
-        return _local_contraction(shard, spec, operands, bind)
-
+    local = functools.partial(_local_contraction, bind)
     return Rule(_accepts, _contraction_work, local, (RaggedSpec, Epilogue), _told)
 
 
@@ -153,7 +148,7 @@ class Groups:
 
 
 def _local_dot(
-    shard: Shard, spec: RaggedSpec, operands: Sequence[jax.Array], bind: _Bind
+    bind: _Bind, shard: Shard, spec: RaggedSpec, *operands: jax.Array
 ) -> list[jax.Array]:
     lhs, rhs, group_sizes, *bias = operands
     groups = Groups.of(shard, group_sizes)
@@ -196,7 +191,7 @@ def _finished(
 
 
 def _local_contraction(
-    shard: Shard, spec: RaggedSpec, operands: Sequence[jax.Array], bind: _Bind
+    bind: _Bind, shard: Shard, spec: RaggedSpec, *operands: jax.Array
 ) -> list[jax.Array]:
     lhs, rhs, group_sizes = operands
     groups = Groups.of(shard, group_sizes)
