@@ -96,12 +96,7 @@ class EpilogueFunction:
     @functools.cached_property
     def flat(self) -> core.ClosedJaxpr:
         """The function without calls of ``jit``, custom derivatives and ``jax.checkpoint``."""
-
-        def inlined(*values: Any) -> list[Any]:
-            return evaluate(self.jaxpr.jaxpr, self.jaxpr.consts, values)
-
-        with _compat.no_mesh():
-            return jax.make_jaxpr(inlined)(*self.types)
+        return self._inlined()
 
     @functools.cached_property
     def without_rules(self) -> EpilogueFunction:
@@ -130,9 +125,11 @@ class EpilogueFunction:
     @functools.cached_property
     def differentiable(self) -> core.ClosedJaxpr:
         """The function without calls, except calls with their own derivative."""
+        return self._inlined(jaxprs.CUSTOM_CALLS)
 
+    def _inlined(self, kept: frozenset[str] = frozenset()) -> core.ClosedJaxpr:
         def inlined(*values: Any) -> list[Any]:
-            return evaluate(self.jaxpr.jaxpr, self.jaxpr.consts, values, kept=jaxprs.CUSTOM_CALLS)
+            return evaluate(self.jaxpr.jaxpr, self.jaxpr.consts, values, kept=kept)
 
         with _compat.no_mesh():
             return jax.make_jaxpr(inlined)(*self.types)

@@ -16,11 +16,8 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Primitive
 from jax.interpreters import ad
-from jax.interpreters import partial_eval as pe
 
 from jax_tcgemm import _compat
-from jax_tcgemm._compat import jaxprs
-from jax_tcgemm.epilogue.evaluation import evaluate
 from jax_tcgemm.epilogue.linear import is_smooth
 from jax_tcgemm.epilogue.spec import PackedFunctionSpec
 from jax_tcgemm.lowering import packed_function as lowering
@@ -47,13 +44,7 @@ def bind(operands: Sequence[jax.Array], spec: PackedFunctionSpec) -> list[jax.Ar
 
 def composed(*operands: jax.Array, spec: PackedFunctionSpec) -> list[jax.Array]:
     """Computes the products and then the function, in operations of JAX."""
-    whole = spec.function.differentiable
-
-    def function(*values: Any) -> list[Any]:
-        # Operations are applied anew, so that they may vary over the axes of a `shard_map`.
-        return evaluate(whole.jaxpr, whole.consts, values, kept=jaxprs.CUSTOM_CALLS)
-
-    return _composed(operands, spec, function)
+    return _composed(operands, spec, spec.function)
 
 
 def _computed(*operands: jax.Array, spec: PackedFunctionSpec) -> list[jax.Array]:
@@ -113,14 +104,9 @@ def _batch(
     return results, [0] * len(results)
 
 
-def _drop_unread(used: Sequence[bool], *arguments: Any) -> tuple[list[bool], Any]:
-    eqn = arguments[-1]  # jax 0.12 puts another argument before it
-    return [any(used)] * len(eqn.invars), eqn if any(used) else None
-
-
 registration.evaluate_by_jit(packed_function_p, lambda spec: spec.without_rules)
 registration.abstract_function(packed_function_p)
-pe.dce_rules[packed_function_p] = _drop_unread
+registration.drop_unread_results(packed_function_p, lambda *_: None)
 ad.primitive_jvps[packed_function_p] = _jvp
 registration.transpose_composition(packed_function_p, composed)
 registration.batch(packed_function_p, _batch)
