@@ -49,12 +49,7 @@ def bind(
         An array ``(*batch, m, n)``.
     """
     operands = (x, values, scales)
-    if _compat.is_unreduced(*operands):
-        types = ", ".join(str(jax.typeof(y)) for y in operands)
-        raise NotImplementedError(
-            f"packed weights beside operands whose types are sums over mesh axes ({types}); use "
-            "jax.reshard"
-        )
+    registration.check_reduced("packed weights beside", operands)
     if out_sharding is None and _compat.is_sharded(*operands):
         sources: list[tuple[int, int] | None] = [(0, i) for i in range(x.ndim - 1)]
         sources.append(None if spec.n % TILE else (1, values.ndim - 4))
@@ -64,6 +59,7 @@ def bind(
 
 
 registration.evaluate_by_jit(packed_p)
+registration.derive_first(packed_p)
 
 
 # Abstract evaluation
@@ -81,22 +77,6 @@ def _abstract_eval(x: Any, values: Any, scales: Any, *, spec: PackedSpec) -> lis
 
 
 packed_p.def_abstract_eval(_abstract_eval)
-
-
-# Forward derivative
-
-
-def _jvp(
-    primals: Sequence[Any], tangents: Sequence[Any], *, spec: PackedSpec
-) -> tuple[list[Any], list[Any]]:
-    x, values, scales = primals
-    result, dx = bind(x, values, scales, spec), tangents[0]
-    if type(dx) is ad.Zero:
-        return [result], [_compat.zero_of(result)]
-    return [result], [bind(dx, values, scales, spec)]
-
-
-ad.primitive_jvps[packed_p] = _jvp
 
 
 # Transposition

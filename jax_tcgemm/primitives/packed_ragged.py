@@ -40,12 +40,7 @@ def bind(spec: PackedSpec, *operands: jax.Array, out_sharding: Any = None) -> li
     Returns:
         One array ``(m, n)``.
     """
-    if _compat.is_unreduced(*operands):
-        types = ", ".join(str(jax.typeof(y)) for y in operands)
-        raise NotImplementedError(
-            f"packed weights beside operands whose types are sums over mesh axes ({types}); use "
-            "jax.reshard"
-        )
+    registration.check_reduced("packed weights beside", operands)
     if out_sharding is None and _compat.is_sharded(*operands):
         columns = None if spec.n % TILE else (1, 1)
         out_sharding = _compat.sharding_from(operands, [(0, 0), columns])
@@ -54,6 +49,7 @@ def bind(spec: PackedSpec, *operands: jax.Array, out_sharding: Any = None) -> li
 
 
 registration.evaluate_by_jit(packed_ragged_p)
+registration.derive_first(packed_ragged_p)
 
 
 # Abstract evaluation
@@ -73,21 +69,6 @@ def _abstract_eval(
 
 
 packed_ragged_p.def_abstract_eval(_abstract_eval)
-
-
-# Forward derivative
-
-
-def _jvp(
-    primals: Sequence[Any], tangents: Sequence[Any], *, spec: PackedSpec
-) -> tuple[list[Any], list[Any]]:
-    (result,), dx = bind(spec, *primals), tangents[0]
-    if type(dx) is ad.Zero:
-        return [result], [_compat.zero_of(result)]
-    return [result], bind(spec, dx, *primals[1:])
-
-
-ad.primitive_jvps[packed_ragged_p] = _jvp
 
 
 # Transposition

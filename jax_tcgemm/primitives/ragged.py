@@ -36,12 +36,8 @@ def result_sharding(operands: Sequence[jax.Array], spec: GemmSpec, requested: An
     Raises:
         NotImplementedError: the types of operands are sums over mesh axes.
     """
-    if _compat.is_unreduced(*operands):
-        types = ", ".join(str(jax.typeof(x)) for x in operands)
-        raise NotImplementedError(
-            f"products over groups of operands whose types are sums over mesh axes ({types}), "
-            "which jax.lax.ragged_dot does not have either; use jax.reshard"
-        )
+    note = ", which jax.lax.ragged_dot does not have either"
+    registration.check_reduced("products over groups of", operands, note)
     if requested is not None or not _compat.is_sharded(*operands):
         return requested
     groups: list[tuple[int, int] | None] = [None] if spec.grouped == "k" else []

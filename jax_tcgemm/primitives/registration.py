@@ -92,6 +92,15 @@ def abstract_function(
     primitive.def_abstract_eval(avals)
 
 
+def check_reduced(what: str, operands: Sequence[Any], note: str = "") -> None:
+    """Raises ``NotImplementedError`` if the type of an operand is a sum over mesh axes."""
+    if _compat.is_unreduced(*operands):
+        types = ", ".join(str(jax.typeof(x)) for x in operands)
+        raise NotImplementedError(
+            f"{what} operands whose types are sums over mesh axes ({types}){note}; use jax.reshard"
+        )
+
+
 def evaluate_by_jit(
     primitive: Primitive, computed: Callable[[Any], Any] = lambda spec: spec
 ) -> None:
@@ -195,6 +204,18 @@ def batch(primitive: Primitive, rule: Callable[..., tuple[Any, Any]]) -> None:
         return results, [None] * len(results) if primitive.multiple_results else None
 
     batching.fancy_primitive_batchers[primitive] = batched
+
+
+def derive_first(primitive: Primitive) -> None:
+    """Registers the derivative of a primitive with one result by its first operand alone."""
+
+    def jvp(primals: Sequence[Any], tangents: Sequence[Any], *, spec: Any) -> tuple[Any, Any]:
+        (result,) = apply(primitive, primals, spec)
+        if type(tangents[0]) is ad.Zero:
+            return [result], [_compat.zero_of(result)]
+        return [result], apply(primitive, [tangents[0], *primals[1:]], spec)
+
+    ad.primitive_jvps[primitive] = jvp
 
 
 def transpose_composition(primitive: Primitive, composed: Callable[..., Any]) -> None:
