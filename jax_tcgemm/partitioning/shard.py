@@ -14,7 +14,7 @@ from jax import lax
 from jax_tcgemm.lowering.overlapped import Exchange
 from jax_tcgemm.partitioning.mesh import Digits
 from jax_tcgemm.partitioning.rules import Call
-from jax_tcgemm.partitioning.work import Array, Plan
+from jax_tcgemm.partitioning.work import Plan
 
 # The axis along which all devices of a program lie.
 AXIS = "devices"
@@ -82,17 +82,16 @@ class Shard:
             index < self.left(name), x, jnp.zeros_like(x) if filler is None else filler
         )
 
-    def total(self, x: jax.Array, array: Array | None = None) -> jax.Array:
+    def total(self, x: jax.Array) -> jax.Array:
         """Adds up the devices' parts of a sum.
 
         Each device gets the whole sum, or its part if the plan scatters the sum.
 
         Args:
             x: the part of this device.
-            array: the array that is summed, by default the product.
         """
-        digits = self.plan.summed_digits(array)
-        for axis, name in enumerate((array or self.plan.work.product).dims):
+        digits = self.plan.summed_digits()
+        for axis, name in enumerate(self.plan.work.product.dims):
             own = self.plan.scattered.get(name, ()) if name is not None else ()
             if own and set(own) <= set(digits):
                 digits = tuple(digit for digit in digits if digit not in own)
