@@ -70,7 +70,7 @@ _AS_FAST = 1.02
 _LEAST_ASKED_SECONDS = 2e-6
 NEAR_LIMIT = 0.95
 
-# The build's timed rows for each plain product, the fastest first.
+# The build's timed rows for each plain product, device kind and limit, the fastest first.
 _FASTEST: dict[tuple[Any, ...], list[str]] = {}
 
 
@@ -138,7 +138,7 @@ class Race:
         return [*built, *list(others)[:_MOST_COMPILED]]
 
     def _fastest_relatives(self, plain: Product) -> list[str]:
-        key = plain.primitive, plain.spec, plain.types
+        key = plain.primitive, plain.spec, plain.types, self._device.device_kind, self._most
         found = _FASTEST.get(key)
         if found is None:
             race = Race(plain, self._numbers, self._stop, self._most)
