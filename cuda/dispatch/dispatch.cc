@@ -26,10 +26,11 @@ Status find_kernel(const GemmProblem& problem, const DeviceProperties& device, i
   const ChoiceInput input = choice_input(problem, device, used);
   *choice = named_or_chosen(problem.config, input);
   JAX_TCGEMM_REQUIRE(choice->entry != nullptr, "no kernel for m=", p.m, " n=", p.n, " k=", p.k,
-                     " batch=", p.batch, " grouped=", static_cast<int>(problem.grouped),
-                     " aligned=", problem.aligned(), " gated=", p.epilogue.gated, " within ",
-                     device.shared_memory_per_block, " bytes of shared memory and clusters of ",
-                     input.max_cluster_size, " blocks on ", device.name);
+                     " batch=", p.batch, " aligned=", problem.aligned(),
+                     " tma_addressable=", input.tma_addressable, " d_by_tma=", input.d_by_tma,
+                     " gated=", p.epilogue.gated, " within ", device.shared_memory_per_block,
+                     " bytes of shared memory and clusters of ", input.max_cluster_size,
+                     " blocks on ", device.name);
   return Status();
 }
 
@@ -151,7 +152,9 @@ ChoiceInput choice_input(const GemmProblem& problem, const DeviceProperties& dev
 }
 
 Status set_tile_order(const GemmProblem& problem, const KernelConfig& config, GemmParams* params) {
-  if (problem.grouped != Grouped::kNone) return check_ragged_tiles(*params, config);
+  if (problem.grouped != Grouped::kNone) {
+    return config.arch == Arch::kSm90 ? check_ragged_tiles(*params, config) : Status();
+  }
   const bool swap_ab =
       sm90::swaps_operands(config, problem.major_a, problem.major_b, params->m, params->n);
   const int64_t group_rows = config.arch == Arch::kSm90 ? 2048 : 1024;

@@ -174,10 +174,9 @@ KernelHandle* row_kernel(const KernelEntry& entry, const LaunchRequest& request)
     return nullptr;
   }
   const std::lock_guard<std::mutex> lock(all.mutex);
-  // If two threads have made the kernel, the first one stays.
-  const auto [place, is_first] = all.kernels.emplace(known, fresh);
-  if (!is_first) unload(fresh);
-  return &place->second.handle;
+  // If two threads have made the kernel, the first one stays. The second one stays loaded, too:
+  // this thread may be capturing a graph.
+  return &all.kernels.emplace(known, fresh).first->second.handle;
 }
 
 }  // namespace jax_tcgemm
