@@ -31,7 +31,7 @@ FILES = (
     "api_test",
 )
 # Tests that count how often JAX traces a function.
-_OF_TRACES = ("test_eval_shape_trace_cache_share",)
+_OF_TRACES = ("test_eval_shape_trace_cache_share", "test_user_trace_context_hooks")
 _ROUNDING = ("Not equal to tolerance", "Mismatched elements")
 _LINES = 4
 
