@@ -31,7 +31,8 @@ def check():
     assert not others, others
     assert importlib.resources.files("jax_tcgemm").joinpath("py.typed").is_file()
     assert "export_disabled_checks" in inspect.getsource(jax_tcgemm)
-    assert pickle.loads(pickle.dumps(jax_tcgemm.softcap(1.0))) == jax_tcgemm.softcap(1.0)
+    for activation in (jax_tcgemm.softcap(1.0), jax_tcgemm.clip(0.0, 6.0)):
+        assert pickle.loads(pickle.dumps(activation)) == activation
 """
 PROGRAM = (
     CHECKS

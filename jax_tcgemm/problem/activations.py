@@ -75,6 +75,10 @@ def _softcap(x: jax.Array, cap: float) -> jax.Array:
     return cap * jnp.tanh(x / cap)
 
 
+def _clip(x: jax.Array, lower: float, upper: float) -> jax.Array:
+    return jnp.clip(x, lower, upper)  # pickle finds this function by its name, not jnp.clip
+
+
 _ROWS = (
     Activation("relu", "Relu", jax.nn.relu),
     Activation("relu_squared", "ReluSquared", _relu_squared),
@@ -146,7 +150,7 @@ def clip(lower: float, upper: float) -> Activation:
     lower, upper = _parameter("lower", lower), _parameter("upper", upper)
     if not lower <= upper:
         raise ValueError(f"lower={lower} must not be above upper={upper}")
-    return Activation("clip", "Clip", jnp.clip, (lower, upper))
+    return Activation("clip", "Clip", _clip, (lower, upper))
 
 
 def _parameter(name: str, value: float) -> float:
