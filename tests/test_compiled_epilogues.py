@@ -65,6 +65,17 @@ def test_closed_over_arrays_are_operands():
     _close(actual, jax.grad(functools.partial(loss, _theirs))(BIAS))
 
 
+def test_closed_over_python_numbers_are_differentiated():
+    def loss(f, factor):
+        x, w = X.astype(jnp.float32), W.astype(jnp.float32)
+        return jnp.sum(f(x, w, f=lambda acc: jnp.tanh(acc * factor)))
+
+    ours, theirs = (functools.partial(loss, each) for each in (_ours, _theirs))
+    _close(jax.grad(ours)(0.5), jax.grad(theirs)(0.5))
+    _close(jax.jvp(ours, (0.5,), (1.0,)), jax.jvp(theirs, (0.5,), (1.0,)))
+    _close(jax.hessian(ours)(0.5), jax.hessian(theirs)(0.5))
+
+
 def test_several_results_and_reductions():
     def f(acc, bias):
         y = jax.nn.hard_swish(acc + bias)

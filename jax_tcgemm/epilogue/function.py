@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.core import Tracer
 from jax.extend import core
 
@@ -212,8 +213,8 @@ def trace(
         accumulators: how many of them are accumulators.
 
     Returns:
-        The epilogue, and ``draws.words`` of the arrays that the function closes over. The operands
-        of the epilogue are ``draws.words`` of the arguments, then those of the arrays.
+        The epilogue, and ``rng.words`` of the arrays that the function closes over. The operands
+        of the epilogue are ``rng.words`` of the arguments, then those of the arrays.
     """
     closed = _traced(function, avals)
     # Arrays of nested calls become operands only if the calls are inlined.
@@ -233,7 +234,8 @@ def trace(
     if arrays or any(is_key):
         with _compat.no_mesh():
             closed = jax.make_jaxpr(of_words)(*map(rng.word_type, types))
-    return EpilogueFunction(closed, accumulators), rng.words(arrays)
+    # A derivative with respect to a Python number traces the number itself, which is no array.
+    return EpilogueFunction(closed, accumulators), [jnp.asarray(x) for x in rng.words(arrays)]
 
 
 def _derived(
