@@ -26,6 +26,8 @@ from jax_tcgemm.transforms.graph import Atom, Node, Value
 from jax_tcgemm.transforms.products import HALF_TYPES, is_on_device, is_typed
 from jax_tcgemm.transforms.spread import Spread
 
+# Types of the stored values.
+_STORED = frozenset(jnp.dtype(name) for name, bits in BITS.items() if bits == 4)
 # At most this many operations between a product and a stored value are followed.
 _MOST_FOLLOWED = 40
 
@@ -163,8 +165,7 @@ class _Search:
         if not isinstance(value, Value):
             return None
         if value not in self.makers:
-            is_stored = BITS.get(getattr(value.dtype, "name", "")) == 4
-            return _Chain((value, Spread.of(value.shape))) if is_stored else None
+            return _Chain((value, Spread.of(value.shape))) if _has_few_bits(value) else None
         node = self.maker(value)
         if node is None or is_typed(node):
             return None
@@ -237,6 +238,11 @@ def _holds_difference(target: np.dtype, *sources: np.dtype) -> bool:
     return jnp.issubdtype(target, jnp.signedinteger) and jnp.iinfo(target).bits > most
 
 
+def _has_few_bits(value: Value) -> bool:
+    """Checks if the type of a value is one of those of stored values."""
+    return value.dtype in _STORED
+
+
 def _dtype(atom: Atom) -> np.dtype:
     return jnp.dtype(atom.aval.dtype)
 
@@ -252,6 +258,9 @@ def with_stored_weights(items: Iterable[Any]) -> list[Any]:
     """
     items = list(items)
     makers = {value: item for item in items for value in item.outputs}
+    inputs = (value for item in items for value in item.taken)
+    if not any(_has_few_bits(value) and value not in makers for value in inputs):
+        return items
     return [_with_stored_weight(item, makers) for item in items]
 
 

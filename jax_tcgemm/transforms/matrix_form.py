@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -34,6 +35,7 @@ class MatrixForm:
         return lax.reshape(lhs, self.a_shape), lax.reshape(rhs, self.b_shape)
 
 
+@functools.lru_cache(maxsize=1024)
 def matrix_form(lhs: _Dims, rhs: _Dims, dims: Any) -> MatrixForm | None:
     """Returns how ``gemm`` computes a ``dot_general``; ``None`` if that needs a copy.
 

@@ -49,9 +49,9 @@ def note_fallbacks(items: Iterable[Any], sliced: Collection[Value]) -> None:
     """
     items = list(items)
     makers = {value: item for item in items for value in item.outputs}
-    users = users_of(items)
+    users, siblings = users_of(items), _Siblings(items)
     for item in items:
-        reason = _fallback_reason(item, makers, users, sliced)
+        reason = _fallback_reason(item, makers, users, siblings, sliced)
         if reason in _OF_NEIGHBOURS and _is_gated(item, users):
             item.single_reason = reason
         elif reason == _LITTLE:
@@ -64,6 +64,7 @@ def _fallback_reason(
     product: Node,
     makers: Mapping[Value, Any],
     users: Mapping[Value, Sequence[Any]],
+    siblings: _Siblings,
     sliced: Collection[Value],
 ) -> str | None:
     """Returns why XLA should compute a product with its neighbours; ``None`` if it should not.
@@ -72,6 +73,7 @@ def _fallback_reason(
         product: any node of a graph.
         makers: the item that computes each value; arguments and constants have none.
         users: the items that read each value.
+        siblings: the products that share operands.
         sliced: as for ``note_fallbacks``.
     """
     if product.name != "dot_general" or product.stored is not None:
@@ -103,9 +105,9 @@ def _fallback_reason(
         is_whole = k % _WHOLE == max(m, n) % _WHOLE == 0
         if maker is None and is_whole and larger.aval.dtype in HALF_TYPES:
             return _PARTS
-        if _has_sibling(product, users):
+        if siblings.has(product):
             return _JOINED
-    if 0 < _size(product) < _SMALL_BYTES and _has_sibling(product, users):
+    if 0 < _size(product) < _SMALL_BYTES and siblings.has(product):
         return _LITTLE
     return None
 
@@ -129,24 +131,32 @@ def _rounds(product: Node, operand: Value) -> bool:
     return name is not None and INPUT_DTYPES[name].itemsize < operand.aval.dtype.itemsize
 
 
-def _has_sibling(product: Node, users: Mapping[Value, Sequence[Any]]) -> bool:
-    """Returns true if another product also reads the smaller operand, like q, k and v of a layer.
+class _Siblings:
+    """Products that share an operand and that XLA may join, like q, k and v of a layer."""
 
-    Callers skip this check for one row: two kernels of this package are faster than XLA's kernel.
-    """
-    if not all(isinstance(x, Value) for x in product.inputs):
-        return False
-    side = int(product.inputs[1].bytes < product.inputs[0].bytes)
-    shared = product.inputs[side]
-    return any(
-        user is not product
-        and is_plain_product(user)
-        and user.inputs[side] is shared
-        and user.context == product.context
-        and user.params["dimension_numbers"] == product.params["dimension_numbers"]
-        and min(_size(product), _size(user)) <= _JOINED_BYTES
-        for user in users.get(shared, ())
-    )
+    def __init__(self, items: Iterable[Any]):
+        self._sizes: dict[Any, list[int]] = {}
+        for item in items:
+            if is_plain_product(item):
+                for side, value in enumerate(item.inputs):
+                    if isinstance(value, Value):
+                        self._sizes.setdefault(_shared(item, side), []).append(_size(item))
+
+    def has(self, product: Node) -> bool:
+        """Returns true if another product also reads the smaller operand.
+
+        Callers skip this check for one row: two kernels of this package are faster than XLA's.
+        """
+        if not all(isinstance(x, Value) for x in product.inputs):
+            return False
+        side = int(product.inputs[1].bytes < product.inputs[0].bytes)
+        sizes = self._sizes.get(_shared(product, side), ())
+        return len(sizes) > 1 and min(sizes) <= _JOINED_BYTES
+
+
+def _shared(product: Node, side: int) -> Any:
+    """Returns what products that XLA may join for this operand have in common."""
+    return product.inputs[side], side, product.context, product.params["dimension_numbers"]
 
 
 def _is_gated(product: Node, users: Mapping[Value, Sequence[Any]]) -> bool:

@@ -66,9 +66,12 @@ def form_of(product: Node) -> MatrixForm | RaggedForm | None:
 
 def is_typed(node: Node) -> bool:
     """Returns true if an equation has an explicit result sharding, on a mesh with explicit axes."""
-    shardings = (node.params.get(name) for name in ("sharding", "out_sharding"))
-    explicit = jax.sharding.AxisType.Explicit
-    return any(x is not None and explicit in x.mesh.axis_types for x in shardings)
+    params, explicit = node.params, jax.sharding.AxisType.Explicit
+    for name in ("sharding", "out_sharding"):
+        sharding = params.get(name)
+        if sharding is not None and explicit in sharding.mesh.axis_types:
+            return True
+    return False
 
 
 def reads_parts(item: Any, value: Value) -> bool:

@@ -58,10 +58,12 @@ class _Answers:
     Attributes:
         is_member: whether a node works element by element on values of this shape.
         may_make: whether a kernel may compute the node's output.
+        too_long: values whose cone exceeds a kernel's limits, until the next join.
     """
 
     is_member: dict[Any, bool] = dataclasses.field(default_factory=dict)
     may_make: dict[Any, bool] = dataclasses.field(default_factory=dict)
+    too_long: set[Value] = dataclasses.field(default_factory=set)
 
 
 class Region:
@@ -97,7 +99,6 @@ class Region:
         self.pulled: set[Node] = set()
         self.leaves: dict[Value, None] = {}
         self._within: set[Value] = set()
-        self._too_long: set[Value] = set()  # values whose cone exceeds a kernel's limits
         kind = self.shape, self.bytes, self.context
         self._answers = program.answers.setdefault(kind, _Answers())
         if self.form is not None:
@@ -134,7 +135,7 @@ class Region:
             is_short = len(self.members) < most and len(read) <= MAX_OPERANDS
             if is_short and self.is_member(item):
                 self.members.append(item)
-                read.update(x for x in others if not self.is_made_here(x))
+                read.update(filter(None, map(self.origin, others)))
                 for value in item.outputs:
                     self._within.add(value)
                     follow(value)
@@ -233,10 +234,21 @@ class Region:
             else:
                 leaves.add(each)
             is_too_long = len(nodes) > _MOST_PULLED or len(leaves) > MAX_OPERANDS
-            if is_too_long or each in self._too_long:
-                self._too_long.add(value)
+            if is_too_long or each in self._answers.too_long:
+                self._answers.too_long.add(value)
                 return None
         return nodes, leaves
+
+    def origin(self, value: Value) -> Value | None:
+        """Returns a value that the kernel must read to have this one, ``None`` if there is none."""
+        for _ in range(_MOST_PULLED):
+            if not self.is_made_here(value):
+                break
+            taken = self.wiring.makers[value].taken
+            if not taken:
+                return None
+            value = taken[0]
+        return value
 
     def is_made_here(self, value: Value) -> bool:
         """Returns true if the kernel may compute a value instead of reading it."""

@@ -214,6 +214,8 @@ class _Kernel:
         made = set(self.outputs)
         gone = [node for node in needed if not made.isdisjoint(node.outputs)]
         self.wiring.join([*self.region.products, *gone], fused, self.required, self.region.start)
+        for answers in self.program.answers.values():
+            answers.too_long.clear()  # a cone ends at what a kernel writes
 
     def needed(self) -> list[Node]:
         """Returns the nodes that the outputs need, in order."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -150,7 +151,12 @@ def _has_kernel(call: Any) -> bool:
 
 
 def _type(aval: Any) -> str:
-    return f"{aval.dtype}[{','.join(map(str, aval.shape))}]"
+    return _named(aval.dtype, aval.shape)
+
+
+@functools.lru_cache(maxsize=1024)
+def _named(dtype: Any, shape: tuple[Any, ...]) -> str:
+    return f"{dtype}[{','.join(map(str, shape))}]"
 
 
 class _Emission:
