@@ -203,6 +203,9 @@ def test_operands_without_a_function_are_refused(normal):
     ):
         with pytest.raises(ValueError, match="no effect without epilogue="):
             call(epilogue_operands=(x,))
+        for operands in (x, None):
+            with pytest.raises(TypeError, match=r"must be a tuple.*epilogue_operands=\(array,\)"):
+                call(epilogue=lambda z, y: z + y, epilogue_operands=operands)
 
 
 def test_transposes_of_what_is_not_linear(normal):

@@ -120,6 +120,26 @@ def test_nnx(normal, qtype, group, dtype):
     assert_close_in_norm(apply(model, x), expected)
 
 
+@pytest.mark.parametrize("is_packed", [True, False])
+def test_variables_hold_weights(normal, is_packed):
+    w, w2 = (quantize(normal(*shape), jnp.int4, tile=(32, 1)) for shape in ((64, 128), (128, 64)))
+    w, w2 = (pack(each) if is_packed else each for each in (w, w2))
+    held, held2 = map(nnx.Param, (w, w2))
+    x = normal(4, 64, dtype=jnp.bfloat16)
+    dims = (((1,), (0,)), ((), ()))
+    for f in (
+        lambda w, w2: jax_tcgemm.gemm(x, w, bias=jnp.ones(128, x.dtype)),
+        lambda w, w2: jax_tcgemm.gemm(x, b=w, epilogue=jnp.tanh),
+        lambda w, w2: jax_tcgemm.gated_gemm(x, w, w),
+        lambda w, w2: jax_tcgemm.mlp(x, w, None, w2),
+        lambda w, w2: jax_tcgemm.dot_general(x, w, dims),
+    ):
+        np.testing.assert_array_equal(f(held, held2), f(w, w2))
+        # Within a program, a variable is a constant or, as here, of the program's arguments.
+        in_program = nnx.jit(f)(held, held2)
+        assert_close_in_norm(in_program, f(w, w2))
+
+
 def test_nnx_packs_chosen_layers_alone(normal):
     x = normal(4, FEATURES)
     model = pack_linears(

@@ -103,6 +103,7 @@ def test_long_sums_of_integers_do_not_wrap_in_a_float():
 def test_a_config_of_a_row_that_is_compiled_at_run_time():
     a = drawn((8, 16))
     plain = gemm(a, a, transpose_b=True, a_scale=1.0)
+    np.testing.assert_array_equal(gemm(a, a, transpose_b=True, a_scale=1), plain)
     np.testing.assert_array_equal(gemm(a, a, transpose_b=True, a_scale=1.0, config=ROW), plain)
     bias = jnp.ones((3, 8))
     many = jax.vmap(lambda x: gemm(a, a, transpose_b=True, a_scale=1.0, bias=x, config=ROW))(bias)

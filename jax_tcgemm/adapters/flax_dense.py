@@ -18,8 +18,7 @@ from jax.typing import DTypeLike
 
 from jax_tcgemm.api.dot_general import dot_general
 from jax_tcgemm.api.quantization import quantize
-from jax_tcgemm.quantized.arrays import Quantized, is_quantized
-from jax_tcgemm.quantized.packed import PackedWeight, pack
+from jax_tcgemm.quantized.packed import PackedWeight, is_weight, pack
 
 
 def promote_dtype(*args: Any, dtype: DTypeLike | None = None, inexact: bool = True) -> Any:
@@ -36,9 +35,9 @@ def promote_dtype(*args: Any, dtype: DTypeLike | None = None, inexact: bool = Tr
         A list; the arrays among ``args`` have the same dtype.
     """
     given = args[0] if len(args) == 1 and isinstance(args[0], (tuple, list)) else args
-    arrays = [None if _is_weight(x) else x for x in given]
+    arrays = [None if is_weight(x) else x for x in given]
     promoted = flax.linen.dtypes.promote_dtype(*arrays, dtype=dtype, inexact=inexact)
-    return [x if _is_weight(x) else y for x, y in zip(given, promoted, strict=True)]
+    return [x if is_weight(x) else y for x, y in zip(given, promoted, strict=True)]
 
 
 def dense_options(
@@ -119,7 +118,3 @@ def _packed(weight: jax.Array, dtype: DTypeLike, group: int | None) -> PackedWei
 def _scale_dtype(dtype: Any) -> Any:
     """Returns the dtype of scales for a weight of this dtype."""
     return dtype if dtype in (jnp.bfloat16, jnp.float16) else jnp.float32
-
-
-def _is_weight(x: Any) -> bool:
-    return isinstance(x, (PackedWeight, Quantized)) or is_quantized(x)

@@ -16,7 +16,7 @@ from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_tcgemm import _compat
-from jax_tcgemm.api import eager, quantized, weight_only
+from jax_tcgemm.api import eager, quantized
 from jax_tcgemm.api.packed_dot_general import multiplied_weight, packed_dot_general
 from jax_tcgemm.api.scaled_dot import quantized_dot_general
 from jax_tcgemm.lowering import dots, fallback
@@ -30,7 +30,7 @@ from jax_tcgemm.problem.arithmetic import (
 )
 from jax_tcgemm.problem.spec import GemmSpec
 from jax_tcgemm.problem.strides import Axes, Operands
-from jax_tcgemm.quantized.packed import PackedWeight
+from jax_tcgemm.quantized.packed import PackedWeight, is_weight
 
 _Dims = tuple[int, ...]
 
@@ -92,7 +92,8 @@ def dot_general(
         >>> z = jnp.einsum("mk,kn->nm", x, w, _dot_general=dot_general)
     """
     options = (dimension_numbers, precision, preferred_element_type)
-    if any(map(weight_only.is_weight, (lhs, rhs))):
+    lhs, rhs = map(eager.held_weight, (lhs, rhs))
+    if any(map(is_weight, (lhs, rhs))):
         if out_sharding is not None or kwargs:
             raise TypeError(
                 f"quantized operands are not taken beside out_sharding={out_sharding}, {kwargs}"

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax_tcgemm import _compat
 from jax_tcgemm.api.arguments import is_number
 from jax_tcgemm.problem.exact import exactly, number_of
+from jax_tcgemm.quantized.packed import is_weight
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -63,6 +64,7 @@ def one_program(
 
         @functools.wraps(function)
         def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+            args, kwargs = _with_weights(args, kwargs)
             passed = [name for name in functions if kwargs.get(name) is not None]
             if passed and not all(_comes_again(kwargs[name]) for name in passed):
                 return function(*args, **kwargs)
@@ -100,6 +102,19 @@ def _comes_again(function: Any) -> bool:
         return True
     _JITTED.add(function)
     return False
+
+
+def _with_weights(args: Any, kwargs: Any) -> Any:
+    """Returns the arguments with the quantized weights that variables, as of Flax, hold."""
+    return tuple(map(held_weight, args)), {key: held_weight(x) for key, x in kwargs.items()}
+
+
+def held_weight(x: Any) -> Any:
+    """Returns the quantized weight that a variable holds; anything else unchanged."""
+    if isinstance(x, jax.Array) or not hasattr(type(x), "__jax_array__"):
+        return x
+    held = x.__jax_array__()
+    return held if is_weight(held) else x
 
 
 def _array(x: Any) -> Any:

@@ -38,11 +38,17 @@ def check_alone(name: str, **others: Any) -> None:
 
 
 def check_operands(epilogue: Any, operands: Any) -> None:
-    """Checks that there are operands only for a function.
+    """Checks that there are operands only for a function, and as a sequence.
 
     Raises:
+        TypeError: the operands of a function are no sequence.
         ValueError: there are operands and no function.
     """
+    if epilogue is not None and not isinstance(operands, Sequence):
+        raise TypeError(
+            f"epilogue_operands= must be a tuple of the function's further arguments, got "
+            f"{type(operands)}; accepted for one array: epilogue_operands=(array,)"
+        )
     if epilogue is None and jax.tree.leaves(operands):
         raise ValueError(
             "epilogue_operands= has no effect without epilogue=; accepted: both, or neither"

@@ -15,6 +15,7 @@ from jax_tcgemm.problem.activations import Activation
 from jax_tcgemm.problem.epilogue import Epilogue
 from jax_tcgemm.problem.spec import GemmSpec, flatten
 from jax_tcgemm.problem.strides import Operands
+from jax_tcgemm.quantized.packed import is_weight
 
 
 @eager.one_program(
@@ -87,7 +88,7 @@ def gated_gemm(
     """
     epilogues.check_operands(epilogue, epilogue_operands)
     x = arguments.matrix("x", x)
-    if weight_only.is_weight(w_gate) or weight_only.is_weight(w_up):
+    if is_weight(w_gate) or is_weight(w_up):
         gate, up = (
             weights.multiplied(
                 w, x, precision, preferred_element_type, config, transposed=transpose_w

@@ -18,6 +18,7 @@ from jax_tcgemm.problem.arithmetic import accumulator_dtype
 from jax_tcgemm.problem.epilogue import Epilogue
 from jax_tcgemm.problem.spec import GemmSpec
 from jax_tcgemm.problem.strides import Operands
+from jax_tcgemm.quantized.packed import is_weight
 
 
 @eager.one_program(
@@ -176,7 +177,7 @@ def gemm(
         "alpha": alpha,
         "beta": beta,
     }
-    if weight_only.is_weight(b):
+    if is_weight(b):
         weight_only.check_scales(asked)
         left = jnp.swapaxes(a, -1, -2) if transpose_a else a
         weight = weights.multiplied(

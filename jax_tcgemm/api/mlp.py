@@ -9,13 +9,14 @@ import jax
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_tcgemm import _compat
-from jax_tcgemm.api import arguments, eager, two_layers, weight_only
+from jax_tcgemm.api import arguments, eager, two_layers
 from jax_tcgemm.api import epilogue as epilogues
 from jax_tcgemm.api.gated_gemm import gated_operands
 from jax_tcgemm.api.weight_only_layers import two_products
 from jax_tcgemm.problem.activations import Activation
 from jax_tcgemm.problem.epilogue import Epilogue
 from jax_tcgemm.problem.spec import GemmSpec
+from jax_tcgemm.quantized.packed import is_weight
 
 _STATIC = (
     *("activation", "transpose_w", "precision", "preferred_element_type"),
@@ -94,7 +95,7 @@ def mlp(
     """
     epilogues.check_operands(epilogue, epilogue_operands)
     x = arguments.matrix("x", x)
-    if any(map(weight_only.is_weight, (w1, w2))):
+    if any(map(is_weight, (w1, w2))):
         return two_products(
             *("mlp", x, {"w1": w1}, {"b1": b1}, {"w2": w2}, b2),
             activation=activation,
@@ -202,7 +203,7 @@ def gated_mlp(
     """
     epilogues.check_operands(epilogue, epilogue_operands)
     x = arguments.matrix("x", x)
-    if any(map(weight_only.is_weight, (w_gate, w_up, w_down))):
+    if any(map(is_weight, (w_gate, w_up, w_down))):
         return two_products(
             *("gated_mlp", x, {"w_gate": w_gate, "w_up": w_up}),
             *({"bias_gate": bias_gate, "bias_up": bias_up}, {"w_down": w_down}, bias_down),

@@ -16,7 +16,7 @@ from jax_tcgemm.api.scaled_dot import dimension_numbers_of
 from jax_tcgemm.api.scaled_matrices import DimensionNumbers
 from jax_tcgemm.problem.strides import Shape
 from jax_tcgemm.quantized.arrays import is_quantized
-from jax_tcgemm.quantized.packed import PackedWeight
+from jax_tcgemm.quantized.packed import PackedWeight, is_weight
 
 
 def packed_dot_general(
@@ -50,7 +50,7 @@ def packed_dot_general(
         TypeError: both operands are packed, a dtype is not accepted, or ``dimension_numbers`` does
             not fit.
     """
-    are_weights = [weight_only.is_weight(x) for x in (lhs, rhs)]
+    are_weights = [is_weight(x) for x in (lhs, rhs)]
     if all(are_weights):
         raise TypeError(
             f"dot_general takes a PackedWeight beside an array, got {type(lhs)} and {type(rhs)}; "
@@ -71,7 +71,7 @@ def packed_dot_general(
 def _packed_dot_general(
     lhs: Any, rhs: Any, *, dot: Any, dims: Any, precision: Any, dtype: np.dtype
 ) -> jax.Array:
-    is_left = weight_only.is_weight(lhs)
+    is_left = is_weight(lhs)
     w, x = (lhs, rhs) if is_left else (rhs, lhs)
     weight = multiplied_weight(lhs, rhs, dims, precision, dtype)
     if weight is not None:
@@ -101,7 +101,7 @@ def multiplied_weight(
     Raises:
         TypeError: ``dimension_numbers`` does not fit.
     """
-    are_weights = [weight_only.is_weight(x) for x in (lhs, rhs)]
+    are_weights = [is_weight(x) for x in (lhs, rhs)]
     own = are_weights.index(True)
     w, x = (lhs, rhs) if own == 0 else (rhs, lhs)
     if all(are_weights) or not hasattr(x, "dtype"):

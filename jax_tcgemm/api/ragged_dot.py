@@ -25,7 +25,7 @@ from jax_tcgemm.problem.arithmetic import resolve_algorithm, resolve_run_time
 from jax_tcgemm.problem.epilogue import Epilogue
 from jax_tcgemm.problem.strides import Operands
 from jax_tcgemm.quantized import arrays
-from jax_tcgemm.quantized.packed import PackedWeight
+from jax_tcgemm.quantized.packed import PackedWeight, is_weight
 
 _NAMES = arguments.Names("lhs", "rhs", "", "transpose_rhs")
 
@@ -232,7 +232,7 @@ def gated_ragged_dot(
                 f"rhs_gate.shape={rhs_gate.shape}"
             )
     else:
-        if weight_only.is_weight(rhs_gate) or weight_only.is_weight(rhs_up):
+        if is_weight(rhs_gate) or is_weight(rhs_up):
             lhs = arguments.matrix("lhs", lhs)
             rhs_gate = weight_only.dequantized("rhs_gate", rhs_gate, "lhs", lhs)
             rhs_up = weight_only.dequantized("rhs_up", rhs_up, "lhs", lhs)

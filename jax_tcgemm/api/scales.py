@@ -34,13 +34,14 @@ def with_scale(name: str, value: Any, operand_name: str, operand: jax.Array) -> 
         The operand with its scale in float32, which is not differentiated.
 
     Raises:
-        TypeError: the scales are not floating-point numbers.
+        TypeError: the scales are neither floating-point numbers nor a Python integer.
         ValueError: the shape of the scales does not fit.
     """
     if value is None:
         return ScaledArray(operand)
     x = arguments.array(name, value)
-    if not jnp.issubdtype(x.dtype, jnp.floating):
+    is_number = x.weak_type and jnp.issubdtype(x.dtype, jnp.integer)
+    if not (is_number or jnp.issubdtype(x.dtype, jnp.floating)):
         raise TypeError(f"{name} must be floating-point numbers, got {name}.dtype={x.dtype}")
     x = lax.stop_gradient(x.astype(jnp.float32))
     if x.size == 1:

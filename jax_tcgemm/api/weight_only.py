@@ -31,13 +31,8 @@ from jax_tcgemm.problem.epilogue import Epilogue
 from jax_tcgemm.problem.packed import PackedSpec
 from jax_tcgemm.problem.spec import GemmSpec
 from jax_tcgemm.problem.strides import Operands
-from jax_tcgemm.quantized.arrays import dequantize, is_quantized
-from jax_tcgemm.quantized.packed import PackedWeight
-
-
-def is_weight(x: Any) -> bool:
-    """Checks if this is a quantized or packed weight."""
-    return isinstance(x, PackedWeight) or is_quantized(x)
+from jax_tcgemm.quantized.arrays import dequantize
+from jax_tcgemm.quantized.packed import PackedWeight, is_weight
 
 
 def check_scales(asked: Asked) -> None:

@@ -12,9 +12,9 @@ from jax.typing import DTypeLike
 
 from jax_tcgemm import _compat
 from jax_tcgemm.api import epilogue as epilogues
-from jax_tcgemm.api import weight_only
 from jax_tcgemm.api.gated_gemm import gated_gemm
 from jax_tcgemm.api.gemm import gemm
+from jax_tcgemm.quantized.packed import is_weight
 
 
 def two_products(
@@ -69,7 +69,7 @@ def two_products(
     if epilogue is not None:
         epilogues.check_alone(name, **first_biases)
         options |= {"epilogue": epilogue, "epilogue_operands": epilogue_operands}
-        arrays = [w for w in first.values() if w is not None and not weight_only.is_weight(w)]
+        arrays = [w for w in first.values() if w is not None and not is_weight(w)]
         dtypes = [x.dtype, *(w.dtype for w in arrays)]
         if all(jnp.issubdtype(t, jnp.floating) and jnp.dtype(t).itemsize > 1 for t in dtypes):
             dtype = functools.reduce(jnp.promote_types, dtypes)

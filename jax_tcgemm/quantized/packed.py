@@ -280,6 +280,11 @@ def pack_params(params: Any, predicate: Callable[[str, Any], bool] | None = None
     return jax.tree_util.tree_map_with_path(packed, params, is_leaf=is_leaf)
 
 
+def is_weight(x: Any) -> bool:
+    """Checks if this is a quantized or packed weight."""
+    return isinstance(x, PackedWeight) or is_quantized(x)
+
+
 def quantized_of(x: Any) -> Any:
     """Returns a quantized array, also that in qwix's ``WithAux``; ``None`` for all else."""
     if not is_quantized(x) and hasattr(x, "array") and hasattr(x, "how"):
