@@ -42,7 +42,7 @@ def dot(a: jax.Array, b: jax.Array, dimension_numbers: Any, precision: Any, dtyp
       to accumulate some of their products in float32.
     - CUDA, int8: multiplied as bfloat16, because products that XLA gives to cuBLAS come out twice
       as large (seen with JAX 0.11, on an H200).
-    - Integers of fewer than 8 bits: widened, because XLA's CPU compiler refuses most products of
+    - Numbers of fewer than 8 bits: widened, because XLA's CPU compiler refuses most products of
       them.
     - Integers with a floating-point result: converted to it, because XLA's GPU compiler crashes on
       such products (seen with JAX 0.11).

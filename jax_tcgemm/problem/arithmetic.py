@@ -180,7 +180,7 @@ def common_dtype(a: np.dtype, b: np.dtype) -> np.dtype:
 
     It also promotes under ``jax_numpy_dtype_promotion="strict"``: operands of derivatives may
     differ in type although the user's operands do not. JAX promotes neither 8-bit floats nor
-    integers of fewer than 8 bits. 8-bit floats count as float32, such integers as 8-bit integers.
+    numbers of fewer than 8 bits. These floats count as float32, such integers as 8-bit integers.
     """
     if a == b:
         return jnp.dtype(a)
@@ -196,7 +196,9 @@ def _promotable(dtype: np.dtype) -> np.dtype:
 
 
 def at_least_8_bits(dtype: np.dtype) -> np.dtype:
-    """Returns the dtype, or int8 (uint8) for an integer of fewer bits, such as int4."""
+    """Returns the dtype; int8, uint8 or float32 for numbers of fewer bits, such as int4."""
+    if jnp.issubdtype(dtype, jnp.floating):
+        return dtype if jnp.finfo(dtype).bits >= 8 else jnp.dtype(jnp.float32)
     if not jnp.issubdtype(dtype, jnp.integer) or jnp.iinfo(dtype).bits >= 8:
         return dtype
     is_signed = jnp.issubdtype(dtype, jnp.signedinteger)
@@ -205,7 +207,7 @@ def at_least_8_bits(dtype: np.dtype) -> np.dtype:
 
 def is_float8(dtype: np.dtype) -> bool:
     """Checks if this is one of the 8-bit floats, which XLA multiplies as they are."""
-    return jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize == 1
+    return jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits == 8
 
 
 def accumulator_dtype(a: np.dtype, b: np.dtype, out: np.dtype) -> np.dtype:
