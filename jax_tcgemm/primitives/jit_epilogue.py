@@ -106,7 +106,9 @@ def _scaled(x: jax.Array, scale: jax.Array) -> jax.Array:
 
 def _read(spec: CompiledSpec, used: Sequence[bool], count: int) -> tuple[CompiledSpec, list[bool]]:
     """Returns the spec of the results that are read; it keeps all operands."""
-    return spec.changed(lambda function: function.only(used)), [True] * count
+    if not all(used):
+        spec = spec.changed(lambda function: function.only(used))
+    return spec, [True] * count
 
 
 # Forward derivative

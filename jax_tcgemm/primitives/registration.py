@@ -143,8 +143,6 @@ def drop_unread_results(
         every = [True] * len(eqn.invars)
         if not any(used):
             return [False] * len(every), None
-        if all(used):
-            return every, eqn
         selected = select(eqn.params["spec"], used, len(every))
         if selected is None:
             return every, eqn
