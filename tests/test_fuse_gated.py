@@ -46,3 +46,15 @@ def test_xla_computes_few_rows_of_products_that_no_kernel_joins(normal, joined, 
     # A kernel may join two of the three products.
     assert found["tcgemm"] == 0
     assert found["dot_general"] + 2 * len(with_epilogues(f, x, *weights)) == products
+
+
+def test_transposes_of_a_gated_layer(normal):
+    """The layer is linear in one of its weights."""
+    x, of_result = normal(80, 96, dtype=jnp.bfloat16), normal(80, 128, dtype=jnp.bfloat16)
+    v, w = (normal(96, 128, dtype=jnp.bfloat16) / 8 for _ in range(2))
+    for f in (lambda w: jax.nn.silu(x @ v) * (x @ w), lambda v: jax.nn.silu(x @ w) * (x @ v)):
+        assert len(with_epilogues(f, w)) == 1
+        for fused in (fuse(f), jax.jit(fuse(f))):
+            (own,), (plain,) = (jax.linear_transpose(g, w)(of_result) for g in (fused, f))
+            own, plain = own.astype(jnp.float32), plain.astype(jnp.float32)
+            assert jnp.linalg.norm(own - plain) < 0.01 * jnp.linalg.norm(plain)

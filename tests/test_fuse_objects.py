@@ -178,6 +178,12 @@ def test_dicts_that_move_are_changed(x):
 nnx = pytest.importorskip("flax.nnx")
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class _Point:
+    x: jax.Array
+
+
 class Net(nnx.Module):
     """A model with statistics, random numbers and a layer that it uses twice."""
 
@@ -237,6 +243,28 @@ def test_nnx_structure_and_results(normal):
     model = Net(nnx.Rngs(0))
     assert fuse(grown)(model, normal(N, N)) is model.second
     assert model.seen[...].shape == ()
+
+
+def test_dicts_and_lists_beside_nnx_models_are_changed(normal):
+    def step(model, log, history, *, places):
+        y = model(x)
+        log["loss"] = y.mean()
+        log["n"] += 1
+        del log["gone"]
+        history.append(y.max())
+        places["in"]["model"] = model
+        return model
+
+    x, model = normal(N, N), Net(nnx.Rngs(0))
+    log, history, places = {"n": 0, "gone": x}, [], {"in": {}}
+    inner = places["in"]
+    assert fuse(step)(model, log, history, places=places) is model
+    assert {k: v for k, v in log.items() if k != "loss"} == {"n": 1}
+    assert log["loss"].shape == history[0].shape == ()
+    assert inner["model"] is model
+    assert places["in"] is inner
+    with pytest.raises(TypeError, match=r"changes an argument in place.*_Point"):
+        fuse(lambda model, point: setattr(point, "x", model(x)))(model, _Point(x))
 
 
 def test_nnx_methods_and_callable_modules(normal):

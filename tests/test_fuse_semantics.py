@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from fusions import equations, operations, worst
+from fusions import equations, operations, with_epilogues, worst
 from jax import lax
 from jax.experimental.compute_on import compute_on
 from jax.sharding import PartitionSpec
@@ -81,6 +81,29 @@ def test_conversions_that_lose(arrays, between):
     x, w = (jnp.round(arrays[name] * 4) for name in "xw")  # so that products are exact
     equal(lambda x, w: (x @ w).astype(between).astype(jnp.float32), x, w)
     equal(lambda x, w: (x @ w).astype(between).astype(jnp.float32) + 1, x, w)
+
+
+@pytest.mark.parametrize(
+    "guarded",
+    [
+        lambda y: jnp.where(y >= 0.25, jnp.sqrt(y - 0.25), 0),
+        lambda y: jnp.where(jnp.abs(y) <= 1, jnp.arccos(y), 0),
+        lambda y: jnp.where(y <= 1, jnp.sqrt(1 - y), 0),
+        lambda y: jnp.sqrt(y - jnp.floor(y)),
+        lambda y: jnp.sqrt(jnp.abs(y) - jnp.abs(y).astype(jnp.int32)),
+        lambda y: jnp.sqrt(0.5 - jnp.abs(y - jnp.round(y))),
+        lambda y: jnp.where(y < 0.125, 0, jnp.where(y < 0.125, 1, y - 0.125) ** 1.5),
+    ],
+)
+@pytest.mark.parametrize("before", [lambda y, b: y, lambda y, b: jnp.tanh(y * 2), jnp.add])
+def test_guards_of_bfloat16(arrays, before, guarded):
+    """The guard and the operation that it guards read the same number."""
+    x, w, b = arrays["x"], arrays["w"], arrays["b"]
+    f = lambda x, w, b: guarded(before(x @ w, b))  # noqa: E731
+    assert len(with_epilogues(f, x, w, b)) == 1
+    assert np.isfinite(np.asarray(jax.jit(fuse(f))(x, w, b).astype(jnp.float32))).all()
+    jitted = jax.jit(f)(x, w, b).astype(jnp.float32)
+    np.testing.assert_allclose(fuse(f)(x, w, b).astype(jnp.float32), jitted, rtol=0.05, atol=0.1)
 
 
 def test_guards_of_float16(arrays):

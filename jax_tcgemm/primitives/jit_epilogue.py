@@ -57,6 +57,12 @@ def composed(*operands: jax.Array, spec: CompiledSpec) -> list[jax.Array]:
     return spec.function(*_accumulators(own, spec), *others)
 
 
+def _apart(*operands: jax.Array, spec: CompiledSpec) -> list[jax.Array]:
+    """Computes the same from separate products, of which a single one may be transposed."""
+    own, others = spec.split(operands)
+    return spec.function(*_accumulators(own, spec, apart=True), *others)
+
+
 def _typed(*operands: jax.Array, spec: CompiledSpec) -> list[jax.Array]:
     """Computes results for the sake of their types, on a mesh with explicit axes."""
     own, others = spec.split(operands)
@@ -80,8 +86,10 @@ def accumulators_dtype(operands: Sequence[Any], spec: CompiledSpec) -> Any:
     return accumulator_dtype(a.dtype, b.dtype, spec.product.out_dtype)
 
 
-def _accumulators(own: Sequence[jax.Array], spec: CompiledSpec) -> list[jax.Array]:
-    """Returns the products as the function takes them."""
+def _accumulators(
+    own: Sequence[jax.Array], spec: CompiledSpec, *, apart: bool = False
+) -> list[jax.Array]:
+    """Returns the products as the function takes them; with ``apart``, two are two operations."""
     product, dtype = spec.product, accumulators_dtype(own, spec)
     if spec.scaled:
         a, b, *scales = own
@@ -90,8 +98,10 @@ def _accumulators(own: Sequence[jax.Array], spec: CompiledSpec) -> list[jax.Arra
     config = product.config_of_products
     if is_quantized(own[0].dtype, own[1].dtype) or spec.scaled:  # only this primitive has rows
         config = config if config in NO_ROWS else None
-    x = product.unflatten(own)
-    return gemm_primitive.bind(x, product.replace(out_dtype=dtype, config=config))
+    x, product = product.unflatten(own), product.replace(out_dtype=dtype, config=config)
+    if apart and product.is_gated:
+        return gated.products(x, product, gemm_primitive.bind)
+    return gemm_primitive.bind(x, product)
 
 
 def _scaled(x: jax.Array, scale: jax.Array) -> jax.Array:
@@ -217,7 +227,7 @@ for _primitive in (compiled_p, compiled_ragged_p):
     registration.abstract_function(_primitive)
     registration.drop_unread_results(_primitive, _read)
     ad.primitive_jvps[_primitive] = _jvp
-    registration.transpose_composition(_primitive, composed)
+    registration.transpose_composition(_primitive, _apart)
     registration.lower(
         _primitive,
         reference=_computed,

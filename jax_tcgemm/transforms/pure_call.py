@@ -77,10 +77,7 @@ class _Call:
         leaves = [x.part if isinstance(x, _Given) else x for x in leaves]
         result, changes = jax.tree.unflatten(self.result_tree, leaves)
         for (container, key), (value,) in zip(self.changes, changes, strict=True):
-            if value is _REMOVED:
-                del container[key]
-            else:
-                container[key] = value
+            _change(container, key, value)
         return result
 
     def of_arrays(self, *arrays: Any) -> list[Any]:
@@ -90,15 +87,7 @@ class _Call:
         args, kwargs = arguments = jax.tree.unflatten(self.tree, leaves)
         before = _Snapshot.of(arguments, self.arguments)
         result = self.f(*args, **kwargs)
-        try:
-            changes = [*_changes(before)]
-        except _CannotChangeError as error:
-            name = getattr(self.f, "__qualname__", self.f)
-            raise TypeError(
-                f"fuse: {name} changes an argument in place, {error}, of which the caller's object "
-                "would know nothing; accepted: a function that returns the new value, or one that "
-                "changes dicts, lists and objects of Flax NNX"
-            ) from None
+        changes = _changes_by(self.f, before)
         self.changes = [(container, key) for container, key, _ in changes]
         # If the function stores an argument elsewhere, the caller's object itself is stored.
         own = {id(each.node): each.original for each in before.walk()}
@@ -180,11 +169,38 @@ class _Snapshot:
 
 
 def _children(node: Any) -> dict[Any, Any]:
-    """Returns the children of a pytree's node by key; none for a leaf."""
+    """Returns the children of a pytree's node by key; none for a leaf or an object of NNX."""
+    if _is_nnx(node):
+        return {}
     if isinstance(node, dict):
         return dict(node)
     children = jax.tree.leaves(node, is_leaf=lambda x: x is not node)
     return {} if len(children) == 1 and children[0] is node else dict(enumerate(children))
+
+
+def _change(container: Any, key: Any, value: Any) -> None:
+    """Changes a dict or list of the caller as the function changed its copy."""
+    if value is _REMOVED:
+        del container[key]
+    else:
+        container[key] = value
+
+
+def _changes_by(f: Callable[..., Any], before: _Snapshot) -> list[tuple[Any, Any, Any]]:
+    """Returns the changes that a function made, see ``_changes``.
+
+    Raises:
+        TypeError: it changed an object that is no dict or list.
+    """
+    try:
+        return [*_changes(before)]
+    except _CannotChangeError as error:
+        name = getattr(f, "__qualname__", f)
+        raise TypeError(
+            f"fuse: {name} changes an argument in place, {error}, of which the caller's object "
+            "would know nothing; accepted: a function that returns the new value, or one that "
+            "changes dicts, lists and objects of Flax NNX"
+        ) from None
 
 
 def _changes(before: _Snapshot) -> Iterator[tuple[Any, Any, Any]]:
@@ -238,20 +254,28 @@ def _call_nnx(
 
     NNX splits the objects into a structure and arrays and merges them into copies for the function.
     Then it writes the state of the copies back into the caller's objects. Shared objects stay
-    shared.
+    shared. Changes of dicts and lists are found in the copies, as for other arguments.
     """
     nnx = _nnx()
+    changes: list[tuple[Any, Any, Any]] = []
 
     def of_state(graph: Any, state: Any) -> Any:
         with nnx.merge_context(_TAG, True) as context:
             own, named = context.merge(graph, state)
+        before = _Snapshot.of((own, named), (tuple(args), dict(kwargs)))
         result = f(*own, **named)
+        changes[:] = _changes_by(f, before)
+        values = [value for _, _, value in changes if value is not _REMOVED]
         with nnx.split_context(_TAG) as context:
-            return context.split((own, named, result))
+            return context.split((own, named, (result, values)))
 
     with nnx.update_context(_TAG):
         with nnx.split_context(_TAG) as context:
             graph, state = context.split((tuple(args), dict(kwargs)))
         graph, state = _Call(of_state, (graph, state), {}).run(evaluate)
         with nnx.merge_context(_TAG, False) as context:
-            return context.merge(graph, state)[-1]
+            result, values = context.merge(graph, state)[-1]
+    remaining = iter(values)
+    for container, key, value in changes:
+        _change(container, key, _REMOVED if value is _REMOVED else next(remaining))
+    return result

@@ -36,8 +36,19 @@ def region_function(fused: Fused) -> Callable[..., list[Any]]:
 
     Values that are bfloat16 in the user's program are float32 within the region and are rounded
     when they are written. An XLA fusion does the same, unless ``xla_allow_excess_precision`` is
-    off.
+    off. Exception: if an operation is discontinuous, all values are rounded as in the program. A
+    comparison may guard an operation, such as ``jnp.where(y >= 1, jnp.sqrt(y - 1), 0)``, so that
+    both must read the same number.
     """
+    if any(map(_is_discontinuous, fused.nodes)):
+        unfused = unfused_function(fused)
+
+        def rounded(*values: Any) -> list[Any]:
+            pairs = zip(fused.accumulators, values, strict=False)
+            products = [x.astype(product.dtype) for product, x in pairs]
+            return unfused(*products, *values[len(products) :])
+
+        return rounded
     count = len(fused.products)
 
     def function(*values: Any) -> list[Any]:
@@ -119,6 +130,15 @@ def _is_exact(node: Node) -> bool:
     if node.name in COMPARISONS:
         return not any(isinstance(x, core.Literal) and np.all(x.val == 0) for x in node.inputs)
     return node.name in _EXACT
+
+
+def _is_discontinuous(node: Node) -> bool:
+    """Returns true if an operation on bfloat16 values jumps where rounding may cross the jump."""
+    if not any(_is_narrow(x.aval.dtype) for x in node.inputs):
+        return False
+    if node.name == "convert_element_type":
+        return not jnp.issubdtype(node.params["new_dtype"], jnp.inexact)
+    return _is_exact(node) and node.name not in jaxprs.CUSTOM_CALLS
 
 
 def _of(x: Any, aval: Any) -> Any:
