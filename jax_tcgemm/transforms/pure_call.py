@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -242,9 +243,13 @@ def _nnx() -> Any:
 def _is_nnx(x: Any) -> bool:
     """Returns true for an object of Flax NNX, which functions may change in place."""
     nnx = _nnx()
+    return nnx is not None and isinstance(x, _nnx_types(nnx))
+
+
+@functools.lru_cache(maxsize=1)
+def _nnx_types(nnx: Any) -> tuple[type, ...]:
     names = ("Variable", "Pytree", "Object", "Module")
-    types = tuple(getattr(nnx, name) for name in names if hasattr(nnx, name))
-    return nnx is not None and isinstance(x, types)
+    return tuple(getattr(nnx, name) for name in names if hasattr(nnx, name))
 
 
 def _call_nnx(
