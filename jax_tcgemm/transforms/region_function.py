@@ -20,13 +20,11 @@ from jax_tcgemm.transforms.products import COMPARISONS
 _NARROW = jnp.dtype(jnp.bfloat16)
 _WIDE = jnp.dtype(jnp.float32)
 
-# These operations take bfloat16 operands rounded, as in the program. Their results reveal the
-# operands' type or are discontinuous, or they have their own rules for the type.
-_EXACT = frozenset(
+# The results of these operations reveal the type of their operands, or are discontinuous.
+_DISCONTINUOUS = frozenset(
     {
         *("bitcast_convert_type", "nextafter", "reduce_precision", "is_finite"),
         *("floor", "ceil", "round", "rem"),
-        *jaxprs.CUSTOM_CALLS,
     }
 )
 
@@ -107,7 +105,7 @@ def _applied(node: Node, inputs: Sequence[Any]) -> list[Any]:
     made = [x for x in node.outputs if _is_narrow(x.dtype)]
     if not node.inputs and made:  # an iota, whose numbers are rounded
         return [_wide(x) for x in jaxprs.bind_again(node.eqn, [])]
-    if _is_exact(node):
+    if node.name in jaxprs.CUSTOM_CALLS:  # they have their own rules for the type
         inputs = [_of(x, atom.aval) for x, atom in zip(inputs, node.inputs, strict=True)]
     return [_wide(x) for x in evaluation.bind_again(node.eqn, inputs)]
 
@@ -117,28 +115,21 @@ def _converted(node: Node, x: Any) -> Any:
     old, new = node.inputs[0].aval.dtype, jnp.dtype(node.params["new_dtype"])
     if _is_narrow(new):
         return x.astype(_WIDE) if jnp.issubdtype(old, jnp.floating) else _wide(x.astype(new))
-    if _is_narrow(old) and not jnp.issubdtype(new, jnp.inexact):
-        x = x.astype(old)
     return x.astype(new)
 
 
-def _is_exact(node: Node) -> bool:
-    """Returns true if an operation takes its operands rounded.
+def _is_discontinuous(node: Node) -> bool:
+    """Returns true if an operation on bfloat16 values jumps where rounding may cross the jump.
 
     A comparison with zero does not, because rounding keeps the sign.
     """
-    if node.name in COMPARISONS:
-        return not any(isinstance(x, core.Literal) and np.all(x.val == 0) for x in node.inputs)
-    return node.name in _EXACT
-
-
-def _is_discontinuous(node: Node) -> bool:
-    """Returns true if an operation on bfloat16 values jumps where rounding may cross the jump."""
     if not any(_is_narrow(x.aval.dtype) for x in node.inputs):
         return False
     if node.name == "convert_element_type":
         return not jnp.issubdtype(node.params["new_dtype"], jnp.inexact)
-    return _is_exact(node) and node.name not in jaxprs.CUSTOM_CALLS
+    if node.name in COMPARISONS:
+        return not any(isinstance(x, core.Literal) and np.all(x.val == 0) for x in node.inputs)
+    return node.name in _DISCONTINUOUS
 
 
 def _of(x: Any, aval: Any) -> Any:
